@@ -13,9 +13,9 @@ from benchmarks.cases import Plan
 from benchmarks.kernel_tables import Row, pairs_kept
 from benchmarks.peers import OURS, kernel_call
 from benchmarks.timing import Call, Candidate, CannotRunError, attempt, check, measure, release
-from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention
-from blocksparse.kernels.selecting.visiting_order import visiting_order
+from blocksparse.kernels.masks.arguments import RankedLists, StopRule
+from blocksparse.kernels.select.top_k import visiting_order
 
 Op = Callable[..., tuple[Tensor, Tensor, Tensor]]
 

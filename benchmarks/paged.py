@@ -23,7 +23,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.bench.inputs import structured
-from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.score.block_mean import block_mean
 
 HEADS, KV_HEADS, D = 32, 8, 128
 CUDA = torch.device("cuda")

@@ -128,7 +128,7 @@ def flash_attention_4_call(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) 
     from flash_attn.cute import flash_attn_func
 
     from blocksparse.execute.packages import to_flash_attention_4
-    from blocksparse.kernels.positions.flash_attention_4_mask import causal
+    from blocksparse.kernels.attention.flash_attention_4_mask import causal
 
     lists = to_flash_attention_4(mask)
     turned = [x.transpose(1, 2) for x in (q, k, v)]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.positions.block_lists import block_lists
-from blocksparse.kernels.scoring.block_softmax import block_softmax
-from blocksparse.kernels.selecting.top_cdf import top_cdf, top_cdf_reference
-from blocksparse.kernels.selecting.top_k import top_k
+from blocksparse.kernels.masks.blocks import block_lists
+from blocksparse.kernels.score.block_softmax import block_softmax
+from blocksparse.kernels.select.top_cdf import top_cdf, top_cdf_reference
+from blocksparse.kernels.select.top_k import top_k
 
 
 def setting(tokens: int, heads: int, *, sorted_keys: bool = False) -> tuple[bs.Grid, Tensor]:

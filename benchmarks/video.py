@@ -28,8 +28,8 @@ from benchmarks.inputs import QKV
 from benchmarks.timing import ROUNDS, CannotRunError, attempt, check, check_near, medians, relative_l1, some_rows
 from blocksparse.bench.timing import repeated
 from blocksparse.integrations.placed import placed
-from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
+from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.layers.kept_choices import KeptChoices
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]

@@ -32,7 +32,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """The process that starts the others compiles the kernels for CPUs, unless that is done or cannot be."""
     if not hasattr(session.config, "workerinput"):
         from blocksparse.kernels.attention.cpu_attention import cpu_kernel
-        from blocksparse.kernels.scoring.cpu_scores import scores_kernel
+        from blocksparse.kernels.score.cpu_scores import scores_kernel
 
         cpu_kernel()
         scores_kernel()

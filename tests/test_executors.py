@@ -20,7 +20,7 @@ import blocksparse as bs
 from blocksparse.execute import flex
 from blocksparse.execute.flex import uncompiled_because
 from blocksparse.kernels.attention import cpu_attention
-from blocksparse.kernels.multiplying import flash_on_cpu
+from blocksparse.kernels.gemm import products as flash_on_cpu
 from blocksparse.testing import check_executor, make_qkv
 from tests import stages
 from tests.machine import GPU, needs_gpu

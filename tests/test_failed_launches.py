@@ -54,11 +54,14 @@ def nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, TARGETS["sm_90"])
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, module: Any, error: Exception = TOO_LARGE) -> Planted:
-    planted = Planted(module._kernel.jit, error)
-    monkeypatch.setattr(module._kernel, "jit", planted)
-    if hasattr(module._kernel, "_failed"):  # what it remembers itself
-        monkeypatch.setattr(module._kernel, "_failed", {})
+def plant(
+    monkeypatch: pytest.MonkeyPatch, module: Any, error: Exception = TOO_LARGE, name: str = "_kernel"
+) -> Planted:
+    kernel = getattr(module, name)
+    planted = Planted(kernel.jit, error)
+    monkeypatch.setattr(kernel, "jit", planted)
+    if hasattr(kernel, "_failed"):  # what it remembers itself
+        monkeypatch.setattr(kernel, "_failed", {})
     return planted
 
 
@@ -176,11 +179,11 @@ def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_stage_says_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from blocksparse.kernels.selecting import top_cdf_triton
+    from blocksparse.kernels.select import top_cdf_triton
 
-    planted = plant(monkeypatch, top_cdf_triton)
+    planted = plant(monkeypatch, top_cdf_triton, name="_top_cdf_kernel")
     q, k, v = inputs()
-    with pytest.raises(LaunchError, match=r"top_cdf_triton\._kernel cannot be compiled or launched"):
+    with pytest.raises(LaunchError, match=r"top_cdf_triton\._top_cdf_kernel cannot be compiled or launched"):
         pipeline(bs.TritonExecutor())(q, k, v)
     assert planted.tried == 1
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.inputs import UnsupportedError
-from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.score import pooled as mean_pool
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages

@@ -27,8 +27,7 @@ MAY_IMPORT_KERNELS = {
 
 # So may a room of kernels.
 ROOMS = [
-    "common", "positions", "multiplying", "moving", "rounding", "scoring", "probing", "ordering",
-    "selecting", "attention",
+    "common", "masks", "gemm", "layout", "quantize", "score", "order", "select", "hopper", "attention",
 ]  # fmt: skip
 
 # What multiplies matrices in torch obeys autocast, and what a process lets torch round fp32 to.
@@ -40,7 +39,7 @@ MULTIPLY = {
 # One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture,
 # and a regression in NumPy's float64.
 MAY_MULTIPLY = {
-    "kernels/multiplying/products.py", "execute/dense_attention.py", "testing/budget.py",
+    "kernels/gemm/products.py", "execute/dense_attention.py", "testing/budget.py",
     "integrations/transformers/dense.py", "integrations/diffusers/backend.py",
     "integrations/diffusers/stand_in.py", "demo/picture.py", "tune/guess.py",
 }  # fmt: skip

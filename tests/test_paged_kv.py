@@ -13,7 +13,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.execute.executor import PagedExecutor
-from blocksparse.kernels.scoring.block_mean import block_means
+from blocksparse.kernels.score.block_mean import block_means
 from blocksparse.testing import make_qkv
 from tests.machine import needs_gpu
 from tests.on_kernels import pretend_gpu

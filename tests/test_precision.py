@@ -12,8 +12,8 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.kernels.multiplying import products as module
-from blocksparse.kernels.multiplying.products import products
+from blocksparse.kernels.gemm import products as module
+from blocksparse.kernels.gemm.products import products
 from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.testing import (

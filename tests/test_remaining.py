@@ -11,7 +11,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.four_stages import FourStages, seen, tail_of
-from blocksparse.kernels.positions.places import Places
+from blocksparse.kernels.masks.grid import Places
 from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.select.selector import Selector
 from blocksparse.testing import make_qkv

@@ -11,7 +11,7 @@ from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.testing import make_qkv
 from tests.specs import asked
 

@@ -9,7 +9,7 @@ import torch
 import blocksparse
 from blocksparse.execute.cpu import about_kernel
 from blocksparse.kernels.attention.cpu_attention import cpu_kernel
-from blocksparse.kernels.scoring.cpu_scores import takes
+from blocksparse.kernels.score.cpu_scores import takes
 
 package = Path(blocksparse.__file__).parent
 brought = sorted(path.relative_to(package) for path in package.rglob("compiled/*.so"))

@@ -21,7 +21,7 @@ from blocksparse.execute.tiles import HopperTiles, TritonTiles
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.grid import Grid
 from blocksparse.inputs import UnsupportedError
-from blocksparse.kernels.positions.places import Places
+from blocksparse.kernels.masks.grid import Places
 from blocksparse.launch.failures import LaunchError
 from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import Schedule

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from blocksparse.check.validators import shown, size
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.positions.block_bounds import Bounds, block_bounds, block_places
-from blocksparse.kernels.positions.sight import sees
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.masks.blocks import Bounds, block_bounds, block_places
+from blocksparse.kernels.masks.grid import TokenPositions, sees
 from blocksparse.order.permutation import Permutation
 from blocksparse.spec import AttentionSpec
 

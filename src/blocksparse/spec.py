@@ -34,7 +34,7 @@ from blocksparse.check.validators import (
     size,
     whole,
 )
-from blocksparse.kernels.attention.arguments import LogitChange
+from blocksparse.kernels.masks.arguments import LogitChange
 
 # Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
 LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64

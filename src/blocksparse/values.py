@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.execute.executor import AttentionOutput
-from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.order.permutation import Permutation
 from blocksparse.score.scorer import BlockScores
 from blocksparse.select.block_mask import BlockMask

@@ -23,25 +23,27 @@ from typing import Any
 import torch
 import triton
 from attrs import evolve
-from tests.kernels.ahead import report_of, triton_target
-from tests.kernels.foretold import foretold
-from tests.kernels.launched import Variant, gathered
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels.common.hardware import TARGETS, Hardware
 from blocksparse.testing import every_preset, video_presets
+from tests.kernels.ahead import report_of, triton_target
+from tests.kernels.foretold import foretold
+from tests.kernels.launched import Variant, gathered
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DIMS = {"bf16": (64, 96, 128, 256), "fp32": (64, 128)}
-# The kernels that multiply matrices. What others take depends on the kind of GPU alone: they are compiled for one of each.
+# The kernels that multiply matrices, or files of nothing else. What others take depends on the kind of GPU alone: they are
+# compiled for one of each.
 MULTIPLY = {
-    "block_products_triton", "cell_sums_triton", "coarse_steps_triton", "gather_attention_hopper", "gather_attention_triton",
-    "group_max_triton", "int8_attention_hopper", "key_importance_triton", "pooled_sums_triton", "probe_lines_triton",
-    "probe_sums_triton", "remainder_triton", "sparse_attention_hopper", "sparse_attention_triton",
+    "cell_means_triton._group_max_kernel", "cells_triton", "coarse_steps_triton._range", "coarse_steps_triton._steps",
+    "gather_attention_hopper", "gather_attention_triton", "int8_attention_hopper", "pooled_sums_triton", "probe_lines_triton",
+    "probe_sums_triton", "products_triton._block_products_kernel", "remainder_triton", "segments_triton._sums",
+    "segments_triton._weights", "sparse_attention_hopper", "sparse_attention_triton",
 }  # fmt: skip
 KINDS = {"sm_90", "gfx942", "gfx1100"}
-ONLY_HOPPER = {"shares", "tile_rotation_triton", "tile_values_triton"}
+ONLY_HOPPER = {"shares", "tile_operands_triton", "tile_rotation_triton"}
 # The kernels that attend. They must not spill in half precision, but on Hopper, where their tiles are measured, and with
 # the widest heads on RDNA 3, where no tiles are known that do not.
 MAIN = {
@@ -159,12 +161,16 @@ def least_shared(name: str) -> int:
     return min(alike)
 
 
+def multiplies(kernel: str) -> bool:
+    return not MULTIPLY.isdisjoint({kernel, kernel.partition(".")[0]})
+
+
 def against(said: dict[str, Any]) -> list[str]:
     """What is wrong with a kernel."""
     if "failed" in said:
         return ["it does not compile"]
     module = said["kernel"].partition(".")[0]
-    alone = module in MULTIPLY or module in ONLY_HOPPER
+    alone = multiplies(said["kernel"]) or module in ONLY_HOPPER
     has = TARGETS[said["target"]].shared if alone else least_shared(said["target"])
     wrong = []
     if said["multiplies"] and not alone:
@@ -212,8 +218,7 @@ def main() -> int:
                 for variant, presets in launched.values():
                     sizes = {x: size for x, size in variant.named().items() if x not in ("Q_SPLIT", "K_SPLIT")}
                     kind = f"{name} {variant.name} {variant.dtypes()} {sizes}"
-                    multiplies = variant.name.partition(".")[0] in MULTIPLY
-                    if kind in seen or not (multiplies or name in KINDS):
+                    if kind in seen or not (multiplies(variant.name) or name in KINDS):
                         continue
                     seen.add(kind)
                     if args.list:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from tests.on_kernels import pretend_gpu, small_preset, zeros_for_empty
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -23,6 +22,7 @@ from blocksparse.execute import int8, tiles
 from blocksparse.kernels.attention import gather_attention
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import every_preset
+from tests.on_kernels import pretend_gpu, small_preset, zeros_for_empty
 
 LENGTHS = 60
 # By target: how many times the least sizes its pipelines have; Hopper's kernels take 64 queries.

@@ -6,11 +6,11 @@ from typing import Any
 
 from blocksparse.execute.tiles import HopperTiles
 from blocksparse.kernels.attention import gather_attention_triton
-from blocksparse.kernels.common.hardware import Hardware
-from blocksparse.kernels.common.shared_memory import of_attention
-from blocksparse.kernels.multiplying import cell_products_triton, pooled_sums_triton
-from blocksparse.kernels.ordering import key_importance_triton
-from blocksparse.kernels.probing import probe_lines_triton, probe_sums_triton
+from blocksparse.kernels.common.hardware import Hardware, of_attention
+from blocksparse.kernels.gemm import cells_triton as cell_products_triton
+from blocksparse.kernels.gemm import pooled_sums_triton
+from blocksparse.kernels.order import segments_triton as key_importance_triton
+from blocksparse.kernels.score import probe_lines_triton, probe_sums_triton
 
 
 def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list[int]) -> int | None:
@@ -32,7 +32,7 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
     itemsize = itemsizes[0]
     if module == "gather_attention_triton":
         return gather_attention_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
-    if module in ("key_importance_triton", "coarse_steps_triton"):
+    if module in ("segments_triton", "coarse_steps_triton") and "BLOCK_M" in has:
         return key_importance_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
     if module == "probe_lines_triton" and "ROWS" in has:
         options = {"BLOCK_M": has["ROWS"], "BLOCK_N": has["KEYS"], "num_stages": has["num_stages"]}
@@ -45,7 +45,7 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
             *(has[x] for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
         )
         return pooled_sums_triton.shared_memory(hardware, pooled, has["BLOCK_D"] * itemsize, itemsize, has["WIDE"])
-    if module in ("cell_sums_triton", "group_max_triton"):
+    if module in ("cells_triton", "cell_means_triton") and "BLOCK_K" in has:
         cells = (has[x] for x in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"))
         return cell_products_triton.shared_memory(hardware, cell_products_triton.Tiles(*cells), itemsize)
     return None

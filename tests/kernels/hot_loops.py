@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
+
+from blocksparse.kernels.common.hardware import TARGETS
 from tests.kernels.ahead import triton_target
 from tests.kernels.compile_ahead import HEADS, KV_HEADS, TOKENS, pipelines
 from tests.kernels.launched import gathered
 from tests.kernels.machine_code import BEHIND, assembled, loops, machine_code
-from triton.backends.nvidia.compiler import get_ptxas
-
-from blocksparse.kernels.common.hardware import TARGETS
 
 CALLS = (("mean_pooling", 64), ("mean_pooling", 128), ("mean_pooling", 256), ("8 bits", 128), ("s2o", 128))
 KERNELS = ("sparse_attention_hopper", "int8_attention_hopper", "gather_attention_hopper")

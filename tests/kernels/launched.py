@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from tests.kernels.ahead import triton_target
-from tests.on_kernels import pretend_gpu, zeros_for_empty
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -19,6 +17,8 @@ from triton.runtime.jit import JITFunction
 from blocksparse.execute import int8, tiles
 from blocksparse.kernels.attention import gather_attention
 from blocksparse.kernels.common.hardware import TARGETS
+from tests.kernels.ahead import triton_target
+from tests.on_kernels import pretend_gpu, zeros_for_empty
 
 
 class Variant(NamedTuple):

@@ -1,6 +1,6 @@
 """The order of instructions in the machine code of Hopper's kernels, which their speed rests on and no result shows.
 
-Branches in the PTX of `attention/hopper/softmax.py` keep ptxas from moving instructions across them. Another ptxas
+Branches in the PTX of `hopper/softmax.py` keep ptxas from moving instructions across them. Another ptxas
 might drop these branches or ignore them, so `wrong_order` looks at what it made.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import triton
 
-from blocksparse.kernels.attention.hopper.softmax import _APART
+from blocksparse.kernels.hopper.softmax import _APART
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BEHIND = "EX2 behind the last wait"

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.compile_ahead import HEADS, KV_HEADS, TOKENS, calls
-from tests.kernels.launched import gathered
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -22,6 +20,8 @@ from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.launch import failures
 from blocksparse.launch.failures import LaunchError
 from blocksparse.launch.launches import Remembered
+from tests.kernels.compile_ahead import HEADS, KV_HEADS, TOKENS, calls
+from tests.kernels.launched import gathered
 
 
 def inputs() -> list[torch.Tensor]:

@@ -7,14 +7,14 @@ import pkgutil
 import re
 
 import pytest
+
 from tests.kernels.ahead import turns_of
 from tests.kernels.scripts import printed_by
 
 pytest.importorskip("triton")
-from tests.kernels.machine_code import Code, wrong_order
-
 from blocksparse import kernels
 from blocksparse.launch.launches import LookedUp, Remembered
+from tests.kernels.machine_code import Code, wrong_order
 
 
 def of_the_package() -> set[str]:
@@ -38,8 +38,8 @@ def test_every_kernel_is_compiled_ahead() -> None:
 
 GO_ON = {  # other kernels run instead
     "gather_attention_hopper._kernel", "int8_attention_hopper._kernel", "shares._cut", "shares._join",
-    "sparse_attention_hopper._kernel", "tile_rotation_triton.key_kernel", "tile_rotation_triton.query_kernel",
-    "tile_values_triton.value_kernel",
+    "sparse_attention_hopper._kernel", "tile_operands_triton.value_kernel", "tile_rotation_triton.key_kernel",
+    "tile_rotation_triton.query_kernel",
 }  # fmt: skip
 
 

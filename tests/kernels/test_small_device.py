@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from tests.kernels.foretold import foretold
-from tests.machine import GPU
-from tests.on_kernels import pretend_gpu
 from triton.runtime.errors import OutOfResources
 
 import blocksparse as bs
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.launch.launches import LookedUp
 from blocksparse.testing import every_preset, make_qkv
+from tests.kernels.foretold import foretold
+from tests.machine import GPU
+from tests.on_kernels import pretend_gpu
 
 SMALL = evolve(TARGETS["sm_86"], shared=48 << 10)
 

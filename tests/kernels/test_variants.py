@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+
+from blocksparse.testing import every_preset, make_qkv
 from tests.kernels.scripts import printed_by
 from tests.machine import HOPPER, needs_gpu
 from tests.on_kernels import small_preset
 
-from blocksparse.testing import every_preset, make_qkv
-
 LIMIT = 5
 # Of the first, sums are taken in an order that the width of a row decides, and the scores of a width must not change; the
 # second takes a quarter less time for rows of up to 128 blocks where its tile is no wider.
-MORE = {"block_softmax_triton._kernel": 6, "top_cdf_triton._kernel": 7}
+MORE = {"block_softmax_triton._block_softmax_kernel": 6, "top_cdf_triton._top_cdf_kernel": 7}
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from tests.kernels.count_variants import recorded
-from tests.on_kernels import pretend_gpu, zeros_for_empty
 from triton.backends.compiler import GPUTarget
 
 import blocksparse as bs
@@ -24,6 +22,8 @@ from blocksparse.integrations.serving.warm import sizes
 from blocksparse.kernels.attention import gather_attention
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import every_preset
+from tests.kernels.count_variants import recorded
+from tests.on_kernels import pretend_gpu, zeros_for_empty
 
 CHUNK, LEAST, MOST, REQUESTS = 8192, 10000, 131072, 40  # tokens
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import blocksparse as bs
 from blocksparse import four_stages
-from blocksparse.kernels.attention.hopper.launch import copy_back, whole_rows
+from blocksparse.kernels.hopper.launch import copy_back, whole_rows
 from blocksparse.launch import repeated as module
 from blocksparse.launch import replay as repetition
 from blocksparse.launch.repeated import Calls, repeated

@@ -66,7 +66,7 @@ def test_the_mean_correction_of_its_second_version() -> None:
 
 def test_half_precision_streams_over_rows() -> None:
     """What is held at a time does not grow with the number of rows, and changes nothing."""
-    from blocksparse.kernels.scoring import cell_mass
+    from blocksparse.kernels.score import cell_mass
 
     q, k = (torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(i)).half() for i in (0, 1))
     spec = bs.AttentionSpec(scale=0.25)

@@ -12,8 +12,8 @@ from tests.papers.golden_cases import assert_same_output, cases, differing, load
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.probing import probe_lines
-from blocksparse.kernels.probing.block_divergence import block_divergence
+from blocksparse.kernels.score import probe_lines
+from blocksparse.kernels.score.block_softmax import block_divergence
 from blocksparse.presets.text import flex_prefill
 from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.select.mass import GlobalTopCdf

@@ -11,8 +11,8 @@ from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.scoring import block_mean
-from blocksparse.kernels.scoring.block_mean import block_similarity
+from blocksparse.kernels.score import block_mean
+from blocksparse.kernels.score.block_mean import block_similarity
 from blocksparse.order.grid_orders import HilbertOrder
 from blocksparse.presets.video import sparge
 from blocksparse.score import combined as similarity_gated

@@ -14,7 +14,7 @@ from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.scoring import cell_mass
+from blocksparse.kernels.score import cell_mass
 from blocksparse.presets.text import xattention
 from blocksparse.score.cells import AntidiagonalScorer
 from blocksparse.testing import make_qkv

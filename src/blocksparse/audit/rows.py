@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.layers.head_groups import AnyTrace
 
 _AT_ONCE = 8  # queries of each head; their logits over 131,072 keys and 32 heads take 128 MiB

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.batch.sequences import Sequences
 from blocksparse.check.validators import block_size, count, numbers_on_host, shown, whole
-from blocksparse.kernels.moving.gather_pages import gather_pages
+from blocksparse.kernels.layout.gather import gather_pages
 from blocksparse.launch.torch_modes import DTYPES
 
 LEAST_RUN = 16

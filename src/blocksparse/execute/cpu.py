@@ -24,9 +24,8 @@ from blocksparse.kernels.attention.cpu_attention import (
 )
 from blocksparse.kernels.common.compiled import UnavailableError, compile_for_wheel, load
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.multiplying.flash_on_cpu import LARGE_LSE, flash_dtype, flash_on_cpu
-from blocksparse.kernels.multiplying.products import products, wide_dtype
-from blocksparse.kernels.scoring import cpu_scores
+from blocksparse.kernels.gemm.products import LARGE_LSE, flash_dtype, flash_on_cpu, products, wide_dtype
+from blocksparse.kernels.score import cpu_scores
 from blocksparse.order.permutation import Permutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec

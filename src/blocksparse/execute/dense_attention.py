@@ -19,8 +19,7 @@ from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.cpu import takes_dense
 from blocksparse.grid import Grid
 from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
-from blocksparse.kernels.multiplying.flash_on_cpu import LARGE_LSE
-from blocksparse.kernels.multiplying.products import rounds_fp32
+from blocksparse.kernels.gemm.products import LARGE_LSE, rounds_fp32
 from blocksparse.launch.replay import refuse_repetition
 from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.order.permutation import GlobalPermutation

@@ -17,10 +17,10 @@ from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.execute.launched import OneNode, first_launched, never_launched, one_node
 from blocksparse.execute.triton import without_tensor_cores
 from blocksparse.grid import Grid
-from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention, kernels_for
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.selecting.visiting_order import visiting_order
+from blocksparse.kernels.masks.arguments import RankedLists, StopRule
+from blocksparse.kernels.select.top_k import visiting_order
 from blocksparse.launch.torch_modes import is_transformed
 from blocksparse.order.permutation import Permutation
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask

@@ -17,20 +17,17 @@ from blocksparse.execute.launched import BlockPlan, OneNode, first_launched, nev
 from blocksparse.execute.tiles import HALF, HopperTiles, Tiles, TritonTiles, portable, tuned_int8
 from blocksparse.execute.triton import portable_reasons
 from blocksparse.grid import Grid
-from blocksparse.kernels.attention.arguments import Approximation
-from blocksparse.kernels.attention.int8_attention import int8_attention
-from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.attention.sparse_attention import int8_attention, sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of, is_hopper
-from blocksparse.kernels.common.memory import empty_as
-from blocksparse.kernels.rounding.fp8_values import fp8_values
-from blocksparse.kernels.rounding.int8_tokens import int8_keys, int8_queries
-from blocksparse.kernels.rounding.quantize import SMOOTHED_BY, smoothing_mean
-from blocksparse.kernels.rounding.tile_operands import (
+from blocksparse.kernels.common.sizes import empty_as
+from blocksparse.kernels.masks.arguments import Approximation
+from blocksparse.kernels.quantize.tile_operands import (
     TileOperands,
     fp8_value_tiles,
     int8_key_tiles,
     int8_query_tiles,
 )
+from blocksparse.kernels.quantize.tokens import SMOOTHED_BY, fp8_values, int8_keys, int8_queries, smoothing_mean
 from blocksparse.launch.torch_modes import is_transformed
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask

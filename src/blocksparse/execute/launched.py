@@ -17,8 +17,8 @@ from blocksparse.custom_op import as_numbers, laid_out_as, spec_of
 from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.grid import Grid
 from blocksparse.inputs import refuse_gradients
-from blocksparse.kernels.attention.arguments import Lists
-from blocksparse.kernels.positions.block_lists import block_lists
+from blocksparse.kernels.masks.arguments import Lists
+from blocksparse.kernels.masks.blocks import block_lists
 from blocksparse.launch.failures import LaunchError, any_failed, note, noted
 from blocksparse.launch.torch_private import OpaqueBase, graph_node, opaque_object
 from blocksparse.order.permutation import GlobalPermutation, Permutation

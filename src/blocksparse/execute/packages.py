@@ -227,7 +227,7 @@ def to_flash_attention_4(mask: BlockMask) -> Any:
 
 def _positions(mask: BlockMask) -> dict[str, Any]:
     """The arguments by which the kernel masks pairs in partial blocks. It masks none in full blocks."""
-    from blocksparse.kernels.positions.flash_attention_4_mask import causal, key_not_after_query
+    from blocksparse.kernels.attention.flash_attention_4_mask import causal, key_not_after_query
 
     grid = mask.grid
     if grid.permutation.k_index is None and grid.permutation.q_index is None:

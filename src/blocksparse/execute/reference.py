@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blocksparse.check.per_head import over_blocks
 from blocksparse.execute.executor import AttentionOutput, Executor
-from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.order.permutation import Permutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec

@@ -13,9 +13,9 @@ from blocksparse.check.validators import a
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
 from blocksparse.execute.tiles import TritonTiles, portable
 from blocksparse.execute.triton import portable_reasons
-from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.kernels.common.hardware import hardware_of
+from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec

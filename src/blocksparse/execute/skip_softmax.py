@@ -18,7 +18,7 @@ from blocksparse.execute.executor import AttentionOutput, Executor, one_order
 from blocksparse.execute.tiles import tuned
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.kernels.attention.cpu_attention import Kept, cpu_attention, cpu_kernel_refuses, may_skip
-from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec

@@ -9,8 +9,15 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.check.validators import flag, one_of, size, whole
-from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, Hardware, hardware_of, is_hopper
-from blocksparse.kernels.common.shared_memory import fitted, of_attention
+from blocksparse.kernels.common.hardware import (
+    INTERPRETER,
+    TARGETS,
+    Hardware,
+    fitted,
+    hardware_of,
+    is_hopper,
+    of_attention,
+)
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, padded_keys, padded_values, power_of_2
 
 _SHARED = TARGETS["sm_90"].shared_per_sm

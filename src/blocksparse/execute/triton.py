@@ -17,11 +17,11 @@ from blocksparse.execute.executor import AttentionOutput, PagedExecutor, one_ord
 from blocksparse.execute.launched import BlockPlan, OneNode, first_launched, never_launched, one_node
 from blocksparse.execute.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.inputs import UnsupportedError
-from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of
-from blocksparse.kernels.common.memory import copies_in_bulk
-from blocksparse.kernels.positions.any_head import visited_columns
+from blocksparse.kernels.common.sizes import copies_in_bulk
+from blocksparse.kernels.masks.arguments import Approximation
+from blocksparse.kernels.masks.reach import visited_columns
 from blocksparse.launch.failures import noted
 from blocksparse.launch.torch_modes import is_transformed
 from blocksparse.order.permutation import GlobalPermutation

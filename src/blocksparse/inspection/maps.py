@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
-from blocksparse.kernels.multiplying.products import products, wide_dtype
+from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.layers.head_groups import AnyTrace
 from blocksparse.select.block_mask import BlockMask
 

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.check.validators import block_size, count, flag, maybe_whole, optional, size, whole
-from blocksparse.kernels.multiplying.products import products
-from blocksparse.kernels.ordering.coarse_order import coarse_order
-from blocksparse.kernels.ordering.mean_and_products import mean_and_products
-from blocksparse.kernels.ordering.score_steps import check_keys
-from blocksparse.kernels.ordering.segment_sort import segment_sort, whole_numbers
-from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.gemm.products import products
+from blocksparse.kernels.order.coarse_order import check_keys, coarse_order, mean_and_products
+from blocksparse.kernels.order.segments import segment_sort, whole_numbers
+from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.order.permutation import Permutation, Permuter
 from blocksparse.spec import AttentionSpec
 

@@ -9,8 +9,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.check.validators import count, hash_seed, size, whole
-from blocksparse.kernels.multiplying.products import products, wide_dtype
-from blocksparse.kernels.positions.counter_hash import counter_hash
+from blocksparse.kernels.gemm.products import products, wide_dtype
+from blocksparse.kernels.masks.reach import counter_hash
 from blocksparse.order.permutation import GlobalPermutation, Permuter
 from blocksparse.spec import AttentionSpec
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.check.class_line import unknown
 from blocksparse.check.validators import maybe_whole, optional, size
-from blocksparse.kernels.moving.gather_rows import gather_rows, gather_two, inverse, scatter_rows
+from blocksparse.kernels.layout.gather import gather_rows, gather_two, inverse, scatter_rows
 from blocksparse.spec import AttentionSpec
 
 

@@ -16,9 +16,8 @@ from torch.nn.functional import normalize, pad
 
 from blocksparse.check.class_line import Declared, check_takes, declared
 from blocksparse.check.validators import a, block_size, flag, multiple, size, whole
-from blocksparse.kernels.multiplying.products import products
-from blocksparse.kernels.ordering.key_importance import key_importance
-from blocksparse.kernels.ordering.segment_sort import segment_sort
+from blocksparse.kernels.gemm.products import products
+from blocksparse.kernels.order.segments import key_importance, segment_sort
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
 from blocksparse.spec import AttentionSpec
 

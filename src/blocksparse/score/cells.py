@@ -19,13 +19,12 @@ from torch import Tensor
 
 from blocksparse.check.validators import block_size, flag, maybe_whole, multiple, one_of, optional, whole
 from blocksparse.grid import Grid
-from blocksparse.kernels.multiplying.cell_products import Cells, cells_behind
-from blocksparse.kernels.positions.places import Places
-from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.kernels.scoring.block_softmax import block_softmax
-from blocksparse.kernels.scoring.cell_mass import cell_mass
-from blocksparse.kernels.scoring.cell_means import cell_mean, cell_means
-from blocksparse.kernels.scoring.group_max import group_max
+from blocksparse.kernels.gemm.products import Cells, cells_behind
+from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.score.block_softmax import block_softmax
+from blocksparse.kernels.score.cell_mass import cell_mass
+from blocksparse.kernels.score.cell_means import cell_mean, cell_means, group_max
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockMass, Scorer, own_segment, reach_of, segment_of

@@ -17,8 +17,8 @@ from torch import Tensor
 from blocksparse.check.class_line import Declared, check_takes, declared, of_parts
 from blocksparse.check.per_head import PerHead, cosine, number_or_blocks, per_head
 from blocksparse.check.validators import a, flag, optional
-from blocksparse.kernels.scoring.block_mean import block_similarity
-from blocksparse.kernels.scoring.gate_blocks import gate_blocks
+from blocksparse.kernels.score.block_mean import block_similarity
+from blocksparse.kernels.score.block_softmax import gate_blocks
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockMass, BlockScores, PermutationT_contra, Scorer, ScoresT_co

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from blocksparse.check.validators import Rule, block_size, is_real, maybe_whole, multiple, optional, real, whole
 from blocksparse.grid import Grid
-from blocksparse.kernels.multiplying.block_products import block_products
-from blocksparse.kernels.multiplying.cell_products import cells
-from blocksparse.kernels.multiplying.products import wide_dtype
+from blocksparse.kernels.gemm.products import block_products, cells, wide_dtype
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.scorer import BlockLogits, ValueScorer
 from blocksparse.spec import AttentionSpec

@@ -32,11 +32,10 @@ from blocksparse.check.validators import (
     whole,
 )
 from blocksparse.grid import Grid
-from blocksparse.kernels.moving.band_channels import band_channels
-from blocksparse.kernels.multiplying.block_products import block_products
-from blocksparse.kernels.multiplying.products import products
-from blocksparse.kernels.scoring.block_mean import block_mean, block_means
-from blocksparse.kernels.scoring.block_softmax import block_softmax, prefix_softmax
+from blocksparse.kernels.gemm.products import block_products, products
+from blocksparse.kernels.layout.gather import band_channels
+from blocksparse.kernels.score.block_mean import block_mean, block_means
+from blocksparse.kernels.score.block_softmax import block_softmax, prefix_softmax
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockLogits, BlockMass, Scorer, own_segment, segment_of

@@ -15,7 +15,7 @@ from blocksparse.check.per_head import PerHead
 from blocksparse.check.validators import block_size, maybe_whole, optional, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.spec import AttentionSpec

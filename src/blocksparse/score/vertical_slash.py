@@ -14,17 +14,12 @@ from torch.nn.functional import pad
 from blocksparse.check.per_head import PerHead, at_least_0, maybe_per_head, over_blocks, written
 from blocksparse.check.validators import block_size, flag, maybe_whole, optional, size, whole
 from blocksparse.grid import Grid
-from blocksparse.kernels.common.below import Below
-from blocksparse.kernels.multiplying.block_products import block_products
-from blocksparse.kernels.multiplying.products import products, wide_dtype
-from blocksparse.kernels.multiplying.run_sums import run_sums
-from blocksparse.kernels.probing.block_divergence import block_divergence
-from blocksparse.kernels.probing.probe_lines import probe_lines
-from blocksparse.kernels.probing.probe_sums import probe_sums
-from blocksparse.kernels.scoring.block_mean import block_mean, block_means
-from blocksparse.kernels.scoring.block_softmax import block_softmax
-from blocksparse.kernels.selecting.line_blocks import crossed
-from blocksparse.kernels.selecting.lines import Lines, running_count
+from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.gemm.products import block_products, products, run_sums, wide_dtype
+from blocksparse.kernels.score.block_mean import block_mean, block_means
+from blocksparse.kernels.score.block_softmax import block_divergence, block_softmax
+from blocksparse.kernels.score.probe_lines import probe_lines, probe_sums
+from blocksparse.kernels.select.vertical_slash import Lines, crossed, running_count
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockMass, Scorer

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from blocksparse.check.validators import is_whole, shown
 from blocksparse.grid import Grid
-from blocksparse.kernels.positions.any_head import any_head
-from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.masks.reach import any_head, within_reach
 
 
 @frozen(eq=False)
@@ -53,7 +52,7 @@ class BlockMask:
         self._check_same_grid(other)
         mine, its = self.keep, other.keep
         if mine.is_cuda and mine.shape == its.shape and mine.is_contiguous() and its.is_contiguous():
-            from blocksparse.kernels.selecting.routed_triton import either_triton
+            from blocksparse.kernels.select.top_k_triton import either_triton
 
             return BlockMask(either_triton(mine, its), self.grid)
         return BlockMask(_joined(torch.bitwise_or, mine, its), self.grid)

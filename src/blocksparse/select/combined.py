@@ -18,7 +18,7 @@ from attrs import field, frozen
 from blocksparse.check.class_line import check_got, of_parts
 from blocksparse.check.per_head import PerHead
 from blocksparse.check.validators import a, optional, size, whole
-from blocksparse.kernels.positions.within_reach import within_reach
+from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.score.combined import ScoresPair
 from blocksparse.score.scorer import BlockScores
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask

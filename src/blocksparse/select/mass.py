@@ -16,11 +16,10 @@ from attrs import field, frozen
 
 from blocksparse.check.per_head import PerHead, least, number_or_blocks, over_blocks, per_head, share
 from blocksparse.check.validators import flag
-from blocksparse.kernels.common.below import Below
-from blocksparse.kernels.positions.places import NOWHERE, Places
-from blocksparse.kernels.selecting.global_top_cdf import global_top_cdf
-from blocksparse.kernels.selecting.peak_share import peak_share
-from blocksparse.kernels.selecting.top_cdf import top_cdf
+from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.masks.grid import NOWHERE, Places
+from blocksparse.kernels.select.global_top_cdf import global_top_cdf
+from blocksparse.kernels.select.top_cdf import peak_share, top_cdf
 from blocksparse.score.scorer import BlockMass
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.selector import Selector

@@ -25,9 +25,9 @@ from blocksparse.check.per_head import PerHead, over_blocks, per_head, probabili
 from blocksparse.check.validators import a, count, flag, hash_seed, size, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.positions.counter_hash import counter_hash as counter_hash
-from blocksparse.kernels.positions.places import NOWHERE, Places, last_from
-from blocksparse.kernels.positions.within_reach import every, within_reach
+from blocksparse.kernels.masks.grid import NOWHERE, Places, last_from
+from blocksparse.kernels.masks.reach import counter_hash as counter_hash
+from blocksparse.kernels.masks.reach import every, within_reach
 from blocksparse.score.scorer import BlockScores
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.selector import ScoresT, Selector, Union

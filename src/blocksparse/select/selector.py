@@ -10,8 +10,8 @@ from attrs import field, fields, frozen, has
 from blocksparse.check.class_line import of_parts, unknown
 from blocksparse.check.per_head import PerHead
 from blocksparse.check.validators import a
-from blocksparse.kernels.common.below import Below
-from blocksparse.kernels.positions.places import Places
+from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.masks.grid import Places
 from blocksparse.score.scorer import BlockScores
 from blocksparse.select.block_mask import BlockMask
 

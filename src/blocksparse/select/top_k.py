@@ -30,8 +30,8 @@ from blocksparse.check.per_head import (
 )
 from blocksparse.check.validators import Rule, flag, maybe_whole, optional, positive, real, size
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.kernels.selecting.top_k import top_k
+from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.select.top_k import top_k
 from blocksparse.score.scorer import BlockLogits, BlockScores
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.selector import Selector

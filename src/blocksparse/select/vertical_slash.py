@@ -26,16 +26,20 @@ from blocksparse.check.per_head import (
     written,
 )
 from blocksparse.check.validators import a, count, flag, maybe_whole, optional, size, whole
-from blocksparse.kernels.common.below import Below
-from blocksparse.kernels.common.sizes import FAR, cdiv
-from blocksparse.kernels.multiplying.run_sums import run_sums
-from blocksparse.kernels.positions.places import Places
-from blocksparse.kernels.positions.within_reach import within_reach
-from blocksparse.kernels.selecting.heaviest_lines import fewest, heaviest, heaviest_of_both
-from blocksparse.kernels.selecting.line_blocks import line_blocks
-from blocksparse.kernels.selecting.lines import Lines, running_count
-from blocksparse.kernels.selecting.routed import routed
-from blocksparse.kernels.selecting.running_share import running_share
+from blocksparse.kernels.common.sizes import FAR, Below, cdiv
+from blocksparse.kernels.gemm.products import run_sums
+from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.select.top_cdf import running_share
+from blocksparse.kernels.select.top_k import routed
+from blocksparse.kernels.select.vertical_slash import (
+    Lines,
+    fewest,
+    heaviest,
+    heaviest_of_both,
+    line_blocks,
+    running_count,
+)
 from blocksparse.score.vertical_slash import VerticalSlashScores
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.positions import block_indices

@@ -12,6 +12,18 @@ import tempfile
 from pathlib import Path
 
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from blocksparse.execute.tiles import HopperTiles, TritonTiles, portable, tuned_int8
+from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
+from blocksparse.kernels.common import hardware
+from blocksparse.kernels.common.hardware import of_attention
+from blocksparse.kernels.common.sizes import padded_keys, padded_values
+from blocksparse.kernels.hopper import shares
+from blocksparse.kernels.hopper.queue import consumer_registers, registers
 from tests.kernels.ahead import (
     MATRIX_INSTRUCTION,
     SHARED,
@@ -25,18 +37,6 @@ from tests.kernels.ahead import (
     turns_of,
 )
 from tests.kernels.machine_code import assembled, machine_code, wrong_order
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-
-from blocksparse.execute.tiles import HopperTiles, TritonTiles, portable, tuned_int8
-from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
-from blocksparse.kernels.attention.hopper import shares
-from blocksparse.kernels.attention.hopper.queue import consumer_registers, registers
-from blocksparse.kernels.common import hardware
-from blocksparse.kernels.common.shared_memory import of_attention
-from blocksparse.kernels.common.sizes import padded_keys, padded_values
 
 # Kinds of kernels, the second with lists that are cut into shares, the last two with keys and values in pages, in runs of
 # so many; others are named by the type of their 8-bit values.
@@ -273,7 +273,7 @@ def main() -> int:
         fits = kernel.metadata.shared <= 227 * 1024 // tiles.per_sm
         overwritten = overwritten_barriers(kernel.asm["ptx"])
         turns, wrong = turns_of(kernel.asm["ptx"])
-        expected = 2 if eight is None and tiles.consumers == 2 and value_dim == 64 else 0  # `hopper/turns.py`
+        expected = 2 if eight is None and tiles.consumers == 2 and value_dim == 64 else 0  # `hopper/consumer.py`
         order = [] if eight else wrong_order_of(tiles, value_dim, kernel, tuple(changed))
         right = fits and all(found.values()) and not overwritten and len(turns) == expected and not wrong
         failed += not right or bool(order)

@@ -9,6 +9,11 @@ import re
 import sys
 
 import triton
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from blocksparse.kernels.attention import gather_attention_hopper, gather_attention_triton
+from blocksparse.kernels.hopper.queue import registers
 from tests.kernels.ahead import (
     HARDWARE,
     ITEMSIZE,
@@ -20,11 +25,6 @@ from tests.kernels.ahead import (
     fp32_products,
     overwritten_barriers,
 )
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
-from blocksparse.kernels.attention import gather_attention_hopper, gather_attention_triton
-from blocksparse.kernels.attention.hopper.queue import registers
 
 
 def compile_gather_attention(

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 
 import torch
-from tests.kernels.ahead import HARDWARE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target
-from tests.kernels.launched import gathered
 
 import blocksparse as bs
 from blocksparse.execute.tiles import portable
-from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
+from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.testing import make_qkv
+from tests.kernels.ahead import HARDWARE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target
+from tests.kernels.launched import gathered
 
 
 def main() -> int:

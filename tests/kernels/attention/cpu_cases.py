@@ -24,16 +24,17 @@ from unittest import mock
 
 import torch
 from attrs import frozen
-from tests.meaning import pairs_of
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels.attention import cpu_attention
-from blocksparse.kernels.attention.arguments import LogitChange, RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import gather_attention_reference
-from blocksparse.kernels.common import compiled, cpu_calls
-from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.kernels.selecting.visiting_order import visiting_order
+from blocksparse.kernels.common import compiled
+from blocksparse.kernels.common import compiled as cpu_calls
+from blocksparse.kernels.masks.arguments import LogitChange, RankedLists, StopRule
+from blocksparse.kernels.masks.grid import TokenPositions
+from blocksparse.kernels.select.top_k import visiting_order
+from tests.meaning import pairs_of
 
 BLOCKS = 1, 7, 16, 32, 48, 64, 96, 128, 160, 256, 1000
 WIDTHS = 1, 2, 7, 16, 31, 32, 40, 64, 80, 96, 128, 200, 256

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
-from tests.kernels.ahead import report_of
-from tests.kernels.attention.compile_ahead import compile_sparse_attention
 
 from blocksparse.execute.tiles import TritonTiles, portable
 from blocksparse.kernels.common.hardware import TARGETS, Hardware
+from tests.kernels.ahead import report_of
+from tests.kernels.attention.compile_ahead import compile_sparse_attention
 
 
 class Rates(NamedTuple):

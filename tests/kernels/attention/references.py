@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, TilesOnHopper
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED
-from blocksparse.kernels.multiplying.products import products
-from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.kernels.rounding.quantize import FP8_LIMIT
-from blocksparse.kernels.rounding.tile_operands import TileOperands
+from blocksparse.kernels.gemm.products import products
+from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, TilesOnHopper
+from blocksparse.kernels.masks.grid import TokenPositions
+from blocksparse.kernels.quantize.tile_operands import TileOperands
+from blocksparse.kernels.quantize.tokens import FP8_LIMIT
 
 
 def sparse_attention_reference(

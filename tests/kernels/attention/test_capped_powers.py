@@ -6,15 +6,16 @@ import math
 
 import pytest
 import torch
-from tests.machine import HOPPER
 from torch import Tensor
+
+from tests.machine import HOPPER
 
 if not HOPPER:
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blocksparse.kernels.attention.hopper.softcap import capped_powers
+from blocksparse.kernels.hopper.softmax import capped_powers
 
 ROWS, KEYS = 64, 128
 

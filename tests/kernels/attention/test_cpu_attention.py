@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.attention import cpu_cases
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import blocksparse as bs
@@ -27,6 +26,7 @@ from blocksparse.kernels.attention import cpu_attention
 from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
 from blocksparse.kernels.common import compiled
 from blocksparse.testing import make_qkv
+from tests.kernels.attention import cpu_cases
 
 SCALE = 0.125
 there = cpu_attention.cpu_kernel().library is not None

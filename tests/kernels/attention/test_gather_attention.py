@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
-from tests.kernels.scripts import printed_by
-from tests.machine import DTYPES, GPU, needs_hopper
-from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.execute.gather import GatherExecutor
-from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention import fits_hopper, gather_attention_reference
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.masks.arguments import RankedLists, StopRule
+from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.order.global_index_map import GlobalIndexMap
 from blocksparse.presets.text import s2o
 from blocksparse.testing import assert_within_budget, make_qkv
+from tests.kernels.scripts import printed_by
+from tests.machine import DTYPES, GPU, needs_hopper
+from tests.specs import asked
 
 pytest.importorskip("triton")
 from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
-from tests.kernels.attention.references import int8_attention_reference
-from tests.machine import HOPPER, needs_hopper
-from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import make_qkv
+from tests.kernels.attention.references import int8_attention_reference
+from tests.machine import HOPPER, needs_hopper
+from tests.specs import asked
 
 pytest.importorskip("triton")
 from blocksparse.execute.int8 import tile_operands
 from blocksparse.execute.tiles import HopperTiles, tuned_int8
-from blocksparse.kernels.attention.int8_attention import int8_attention
-from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.kernels.rounding.tile_operands import TileOperands
+from blocksparse.kernels.attention.sparse_attention import int8_attention
+from blocksparse.kernels.masks.grid import TokenPositions
+from blocksparse.kernels.quantize.tile_operands import TileOperands
 
 
 def relative(x: Tensor, want: Tensor) -> float:

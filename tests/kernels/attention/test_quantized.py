@@ -8,23 +8,23 @@ import attrs
 import pytest
 import torch
 from attrs import evolve, frozen
-from tests.kernels.attention.references import approximate_attention_reference
-from tests.machine import DTYPES, GPU
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.execute.launched import BlockPlan
-from blocksparse.kernels.rounding.quantize import fp8_per_token, int8_per_block, int8_per_token, smoothing_mean
+from blocksparse.kernels.quantize.tokens import fp8_per_token, int8_per_block, int8_per_token, smoothing_mean
 from blocksparse.testing import make_qkv
+from tests.kernels.attention.references import approximate_attention_reference
+from tests.machine import DTYPES, GPU
 
 pytest.importorskip("triton")
 from blocksparse.execute.int8 import token_operands
 from blocksparse.execute.tiles import TritonTiles, portable
-from blocksparse.kernels.attention.arguments import Approximation
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of
-from blocksparse.kernels.common.memory import empty_as
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.common.sizes import empty_as
+from blocksparse.kernels.masks.arguments import Approximation
+from blocksparse.kernels.masks.grid import TokenPositions
 
 FP8 = GPU and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
 needs_fp8 = pytest.mark.skipif(

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests import stages
-from tests.kernels.scripts import printed_by
-from tests.machine import GPU
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.testing import assert_within_budget, make_qkv
+from tests import stages
+from tests.kernels.scripts import printed_by
+from tests.machine import GPU
 
 pytest.importorskip("triton")
 from blocksparse.execute.tiles import TritonTiles
-from blocksparse.kernels.attention.arguments import KeptBlocks
 from blocksparse.kernels.attention.remainder import add_remainder
+from blocksparse.kernels.masks.arguments import KeptBlocks
 
 SMALL = TritonTiles(16, 16, 4, 2)
 

@@ -7,19 +7,19 @@ import math
 import pytest
 import torch
 from attrs import evolve
-from tests.kernels.attention.references import sparse_attention_reference
-from tests.machine import needs_hopper
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
+from tests.kernels.attention.references import sparse_attention_reference
+from tests.machine import needs_hopper
 
 pytest.importorskip("triton")
 from blocksparse.execute.tiles import HopperTiles, tuned
-from blocksparse.kernels.attention.hopper import shares as module
-from blocksparse.kernels.attention.hopper.shares import Shares, shares_of
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.hopper import shares as module
+from blocksparse.kernels.hopper.shares import Shares, shares_of
 
 N, M = 65768, 232  # a chunk that begins at a block; lists are cut from 65536 keys on
 

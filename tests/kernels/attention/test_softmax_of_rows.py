@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tests.kernels.attention.ptx_warp import run
 
 pytest.importorskip("triton")
-from blocksparse.kernels.attention.hopper.rows import LOWEST
-from blocksparse.kernels.attention.hopper.softcap import SHARE, _powers_asm
-from blocksparse.kernels.attention.hopper.softmax import _most, _pair, _softmax_asm
+from blocksparse.kernels.hopper.rows import LOWEST
+from blocksparse.kernels.hopper.softmax import SHARE, _most, _pair, _powers_asm, _softmax_asm
 
 Array = Any
 gl = pytest.importorskip("triton.experimental.gluon.language")

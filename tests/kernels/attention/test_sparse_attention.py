@@ -14,29 +14,29 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve, frozen
-from tests.kernels.attention.references import approximate_attention_reference, sparse_attention_reference
-from tests.kernels.scripts import printed_by
-from tests.machine import DTYPES, GPU, needs_hopper
-from tests.on_kernels import pretend_gpu
-from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
+from tests.kernels.attention.references import approximate_attention_reference, sparse_attention_reference
+from tests.kernels.scripts import printed_by
+from tests.machine import DTYPES, GPU, needs_hopper
+from tests.on_kernels import pretend_gpu
+from tests.specs import asked
 
 pytest.importorskip("triton")
 from blocksparse.execute import triton as executor_module
 from blocksparse.execute.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.attention import sparse_attention as op
-from blocksparse.kernels.attention.arguments import Approximation, LogitChange
-from blocksparse.kernels.attention.hopper import shares
-from blocksparse.kernels.attention.hopper.launch import copy_back, whole_rows
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 from blocksparse.kernels.common.hardware import INTERPRETER, hardware_of
-from blocksparse.kernels.moving.gather_rows import gather_two
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.hopper import shares
+from blocksparse.kernels.hopper.launch import copy_back, whole_rows
+from blocksparse.kernels.layout.gather import gather_two
+from blocksparse.kernels.masks.arguments import Approximation, LogitChange
+from blocksparse.kernels.masks.grid import TokenPositions
 
 # The interpreter is slow.
 LENGTHS = [1, 63, 65, 127, 129, 200, *([1000, 4096] if GPU else [])]
@@ -825,7 +825,7 @@ def test_hopper_reads_what_hosts_hand_over() -> None:
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_a_scale_above_zero_gives_the_same_logits(scale: float) -> None:
-    from blocksparse.kernels.attention.hopper.queue import positive
+    from blocksparse.kernels.hopper.queue import positive
 
     q, k, _ = make_qkv(N=20, D=16)
     queries, factor = positive(q, scale)

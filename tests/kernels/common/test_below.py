@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.block_grids import heads_of, make_grid
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.common.below import Below
-from blocksparse.kernels.scoring.block_softmax import block_softmax
-from blocksparse.kernels.selecting.lines import Lines, running_count
+from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.score.block_softmax import block_softmax
+from blocksparse.kernels.select.vertical_slash import Lines, running_count
+from tests.kernels.block_grids import heads_of, make_grid
 
 pytest.importorskip("triton")
-from blocksparse.kernels.multiplying.block_products_triton import block_products_triton
-from blocksparse.kernels.scoring.block_mean_triton import block_mean_triton
-from blocksparse.kernels.scoring.block_softmax_triton import block_softmax_triton
-from blocksparse.kernels.selecting.line_blocks_triton import line_blocks_triton
+from blocksparse.kernels.gemm.products_triton import block_products_triton
+from blocksparse.kernels.score.block_mean_triton import block_mean_triton
+from blocksparse.kernels.score.block_softmax_triton import block_softmax_triton
+from blocksparse.kernels.select.vertical_slash_triton import line_blocks_triton
 
 
 def some(grid: bs.Grid, device: str, *, others: bool, per_head: bool = True) -> Below:
@@ -74,8 +74,8 @@ def _known(x: Tensor, grid: bs.Grid) -> Tensor:
 def test_mass_of_other_heads_is_0(long: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = make_grid("wide", device)
     if long:  # a row is read in pieces
-        monkeypatch.setattr("blocksparse.kernels.scoring.block_softmax_triton._LEAST", 16)
-        monkeypatch.setattr("blocksparse.kernels.scoring.block_softmax_triton._MOST", 16)
+        monkeypatch.setattr("blocksparse.kernels.score.block_softmax_triton._LEAST", 16)
+        monkeypatch.setattr("blocksparse.kernels.score.block_softmax_triton._MOST", 16)
     logits = torch.randn(heads_of(grid), generator=torch.Generator().manual_seed(0)).to(device)
     heads = some(grid, device, others=False)
     want = block_softmax_triton(logits.clone(), grid)[0].masked_fill(~heads.these(), 0.0)

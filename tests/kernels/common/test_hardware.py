@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attrs import evolve
-from tests.kernels.foretold import foretold
-from tests.machine import GPU
 
 from blocksparse.execute.tiles import portable
 from blocksparse.kernels.attention.sparse_attention_triton import most_registers
 from blocksparse.kernels.common import hardware
-from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, hardware_of
-from blocksparse.kernels.common.shared_memory import fitted, of_attention
+from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, fitted, hardware_of, of_attention
+from tests.kernels.foretold import foretold
+from tests.machine import GPU
 
 
 def says(**more: object) -> SimpleNamespace:

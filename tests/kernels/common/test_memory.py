@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.layouts import LAYOUTS
 
-from blocksparse.kernels.common.memory import copies_in_bulk, empty_as, empty_together, for_bulk_copies
+from blocksparse.kernels.common.sizes import copies_in_bulk, empty_as, empty_together, for_bulk_copies
+from tests.layouts import LAYOUTS
 
 LIKE_Q = {"tokens before heads": (0, 2, 1, 3), "tokens before batch": (2, 0, 1, 3)}
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from blocksparse.kernels.common.softcap_triton import capped
+from blocksparse.kernels.common.device_functions import capped
 from blocksparse.launch.launches import remembered
 
 BLOCK = 1024

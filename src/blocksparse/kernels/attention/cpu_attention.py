@@ -25,12 +25,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import LogitChange, RankedLists, StopRule
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED
-from blocksparse.kernels.common.compiled import Loaded, load
-from blocksparse.kernels.common.cpu_calls import parallel, python_calls, steps
-from blocksparse.kernels.common.memory import empty_as
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.common.compiled import Loaded, load, parallel, python_calls, steps
+from blocksparse.kernels.common.sizes import empty_as
+from blocksparse.kernels.masks.arguments import LogitChange, RankedLists, StopRule
+from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")

@@ -19,12 +19,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.cpu_attention import cpu_gather_attention, cpu_kernel_refuses
 from blocksparse.kernels.common.hardware import is_hopper
-from blocksparse.kernels.common.memory import empty_as
-from blocksparse.kernels.multiplying.products import products
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.common.sizes import empty_as
+from blocksparse.kernels.gemm.products import products
+from blocksparse.kernels.masks.arguments import RankedLists, StopRule
+from blocksparse.kernels.masks.grid import TokenPositions
 
 
 def gather_attention(

@@ -1,12 +1,12 @@
 """`gather_attention` on Hopper: warps that gather keys and values, and warps that compute, at the same time.
 
 One program computes one row of blocks of one head. The last rows start first, and the query heads of a KV head run side
-by side. Four warps gather (`hopper/gather_loader.py`), as many tiles of keys ahead as there are stages. Each consumer is
+by side. Four warps gather (`hopper/gather.py`), as many tiles of keys ahead as there are stages. Each consumer is
 four warps and computes 64 queries: it starts the scores of the next keys before it multiplies the weights of the last
 ones with their values, so that the softmax in between is hidden behind matrix products.
 
 Once a row has visited what it visits in any case, the consumers vote after every tile of keys whether the row is
-satisfied (`hopper/gather_votes.py`). They learn the result one tile later, when the next scores are in flight already;
+satisfied (`hopper/gather.py`). They learn the result one tile later, when the next scores are in flight already;
 after a stop those are thrown away.
 
 Every buffer has a full and an empty barrier, used as `make_rings` in `hopper/queue.py` explains. Here a full barrier
@@ -28,15 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from blocksparse.kernels.attention.arguments import RankedLists, StopRule
 from blocksparse.kernels.attention.gather_attention_triton import axis_strides, gathered_by
-from blocksparse.kernels.attention.hopper.gather_loader import load_gathered
-from blocksparse.kernels.attention.hopper.gather_votes import is_satisfied, post_vote
-from blocksparse.kernels.attention.hopper.queue import make_barriers, positive, read, registers
-from blocksparse.kernels.attention.hopper.rows import LOWEST, NEVER, partial_sum, row_max
-from blocksparse.kernels.common.memory import empty_as
 from blocksparse.kernels.common.names_triton import aggregate
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.common.sizes import empty_as
+from blocksparse.kernels.hopper.gather import is_satisfied, load_gathered, post_vote
+from blocksparse.kernels.hopper.queue import make_barriers, positive, read, registers
+from blocksparse.kernels.hopper.rows import LOWEST, NEVER, partial_sum, row_max
+from blocksparse.kernels.masks.arguments import RankedLists, StopRule
+from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.launches import remembered
 
 _LOADER_REGISTERS = gl.constexpr(56)  # of each thread of the loading warps, once registers are reallocated

@@ -14,16 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import RankedLists, StopRule
-from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of
-from blocksparse.kernels.common.memory import empty_as
-from blocksparse.kernels.common.rows_triton import rows_of
-from blocksparse.kernels.common.shared_memory import fitted, of_attention
-from blocksparse.kernels.common.sizes import REMEMBERED, power_of_2
-from blocksparse.kernels.common.softmax_triton import log_sum, step
-from blocksparse.kernels.common.strides_triton import alike, head_at
-from blocksparse.kernels.multiplying.cell_products_triton import largest, total
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.common.device_functions import alike, head_at, log_sum, rows_of, step
+from blocksparse.kernels.common.hardware import Hardware, fitted, fp32_products, hardware_of, of_attention
+from blocksparse.kernels.common.sizes import REMEMBERED, empty_as, power_of_2
+from blocksparse.kernels.gemm.cells_triton import largest, total
+from blocksparse.kernels.masks.arguments import RankedLists, StopRule
+from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.launches import remembered
 
 # Blocks in a loop of known length. What it computes after its row has stopped is thrown away.

@@ -7,7 +7,7 @@ The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer 
   what `scale` alone would; a masked tile has a factor for each key.
 * fp8 weights need not move between threads: the registers of the scores are read as those of the next product's operand,
   whose columns stand for keys in another order, and values are stored in that order (`operands_of`).
-* The maximum of a row follows its scores late, so that most steps rescale nothing (`hopper/int8_rows.py`).
+* The maximum of a row follows its scores late, so that most steps rescale nothing (`hopper/int8.py`).
 * fp8 products, which the tensor cores add in some 14 bits, are added to each other in fp32 after every fourth tile of keys.
 """
 
@@ -22,11 +22,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from blocksparse.kernels.attention.arguments import Lists, TilesOnHopper
-from blocksparse.kernels.attention.hopper.int8_rows import LAZY, kept, masked_tile, operands_of, promoted
-from blocksparse.kernels.attention.hopper.int8_step import after, products, step
-from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
-from blocksparse.kernels.attention.hopper.loaders import (
+from blocksparse.kernels.common.names_triton import reinterpret
+from blocksparse.kernels.common.sizes import for_bulk_copies
+from blocksparse.kernels.hopper.int8 import LAZY, after, kept, masked_tile, operands_of, products, promoted, step
+from blocksparse.kernels.hopper.launch import copy_back, launch_of, whole_rows
+from blocksparse.kernels.hopper.loaders import (
     PANEL,
     TILE_NUMBERS,
     load_keys,
@@ -35,8 +35,8 @@ from blocksparse.kernels.attention.hopper.loaders import (
     panels,
     turned,
 )
-from blocksparse.kernels.attention.hopper.output import store_lse, store_out
-from blocksparse.kernels.attention.hopper.queue import (
+from blocksparse.kernels.hopper.output import store_lse, store_out
+from blocksparse.kernels.hopper.queue import (
     LOADER_REGISTERS,
     OF_PROMPT,
     Constants,
@@ -46,11 +46,10 @@ from blocksparse.kernels.attention.hopper.queue import (
     read,
     unpacked_place,
 )
-from blocksparse.kernels.attention.hopper.rows import LOWEST, by_thread, of_rows, query_positions
-from blocksparse.kernels.common.memory import for_bulk_copies
-from blocksparse.kernels.common.names_triton import reinterpret
-from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.kernels.rounding.tile_operands import TileOperands
+from blocksparse.kernels.hopper.rows import LOWEST, by_thread, of_rows, query_positions
+from blocksparse.kernels.masks.arguments import Lists, TilesOnHopper
+from blocksparse.kernels.masks.grid import TokenPositions
+from blocksparse.kernels.quantize.tile_operands import TileOperands
 from blocksparse.launch.launches import remembered
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
@@ -112,7 +111,7 @@ def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
 def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, bufs, strides, sizes):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
-    It goes as `consume` of `hopper/consumer.py`. A step (`hopper/int8_step.py`) leaves the weights of its keys in
+    It goes as `consume` of `hopper/consumer.py`. A step (`hopper/int8.py`) leaves the weights of its keys in
     `weight`, not yet multiplied with their values. `stage` and `phase` are those of the last keys; `visit` counts tiles of
     queries, and `slot` is `visit % 2`.
     """

@@ -19,10 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import KeptBlocks, PortableTiles
-from blocksparse.kernels.multiplying.products import products, wide_dtype
-from blocksparse.kernels.positions.block_grid import BlockGrid
-from blocksparse.kernels.scoring.block_mean import block_mean
+from blocksparse.kernels.gemm.products import products, wide_dtype
+from blocksparse.kernels.masks.arguments import KeptBlocks, PortableTiles
+from blocksparse.kernels.masks.grid import BlockGrid
+from blocksparse.kernels.score.block_mean import block_mean
 
 _LOGITS = 2**26  # that are held at a time
 

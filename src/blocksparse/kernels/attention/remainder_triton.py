@@ -13,15 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.attention.arguments import KeptBlocks, PortableTiles
+from blocksparse.kernels.common.device_functions import alike, capped, head_at, log_sum, rows_of, step
 from blocksparse.kernels.common.hardware import fp32_products
-from blocksparse.kernels.common.memory import empty_together
-from blocksparse.kernels.common.rows_triton import rows_of
-from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.kernels.common.softcap_triton import capped
-from blocksparse.kernels.common.softmax_triton import log_sum, step
-from blocksparse.kernels.common.strides_triton import alike, head_at
-from blocksparse.kernels.positions.block_grid_triton import positions, rows_at, strides
+from blocksparse.kernels.common.sizes import cdiv, empty_together, power_of_2
+from blocksparse.kernels.masks.arguments import KeptBlocks, PortableTiles
+from blocksparse.kernels.masks.grid_triton import positions, rows_at, strides
 from blocksparse.launch.launches import remembered
 
 _TILE = 4096  # entries of keys, and of values, that a program that pools holds at a time

@@ -20,16 +20,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from blocksparse.kernels.attention.arguments import Lists, LogitChange, Paged, TilesOnHopper
-from blocksparse.kernels.attention.hopper.consumer import consume
-from blocksparse.kernels.attention.hopper.launch import copy_back, launch_of, whole_rows
-from blocksparse.kernels.attention.hopper.loaders import PANEL, load_keys, load_values, panels
-from blocksparse.kernels.attention.hopper.queue import LOADER_REGISTERS, OF_PROMPT, Constants, make_rings, positive
-from blocksparse.kernels.attention.hopper.shares import shares_of
-from blocksparse.kernels.attention.hopper.softcap import reference_of, scale_and_cap
-from blocksparse.kernels.common.memory import for_bulk_copies
-from blocksparse.kernels.moving.gather_rows import gather_two
-from blocksparse.kernels.positions.token_positions import TokenPositions
+from blocksparse.kernels.common.sizes import for_bulk_copies
+from blocksparse.kernels.hopper.consumer import consume
+from blocksparse.kernels.hopper.launch import copy_back, launch_of, whole_rows
+from blocksparse.kernels.hopper.loaders import PANEL, load_keys, load_values, panels
+from blocksparse.kernels.hopper.queue import LOADER_REGISTERS, OF_PROMPT, Constants, make_rings, positive
+from blocksparse.kernels.hopper.shares import shares_of
+from blocksparse.kernels.hopper.softmax import reference_of, scale_and_cap
+from blocksparse.kernels.layout.gather import gather_two
+from blocksparse.kernels.masks.arguments import Lists, LogitChange, Paged, TilesOnHopper
+from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.launches import remembered
 
 

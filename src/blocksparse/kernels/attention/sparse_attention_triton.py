@@ -13,16 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blocksparse.kernels.attention.arguments import Approximation, Lists, LogitChange, Paged, PortableTiles
+from blocksparse.kernels.common.device_functions import alike, capped, head_at, head_strides, log_sum, rows_of
 from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of, has_descriptors
-from blocksparse.kernels.common.memory import copies_in_bulk
-from blocksparse.kernels.common.rows_triton import rows_of
-from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.kernels.common.softcap_triton import capped
-from blocksparse.kernels.common.softmax_triton import log_sum
-from blocksparse.kernels.common.strides_triton import alike, head_at, head_strides
-from blocksparse.kernels.positions.token_positions import TokenPositions
-from blocksparse.kernels.rounding.quantize import FP8_LIMIT
+from blocksparse.kernels.common.sizes import copies_in_bulk, power_of_2
+from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, Paged, PortableTiles
+from blocksparse.kernels.masks.grid import TokenPositions
+from blocksparse.kernels.quantize.tokens import FP8_LIMIT
 from blocksparse.launch.launches import remembered
 
 _FP8_LIMIT = tl.constexpr(FP8_LIMIT)

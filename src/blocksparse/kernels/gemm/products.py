@@ -1,0 +1,213 @@
+"""Matrix products in the precision that a choice of blocks needs: of tokens, of blocks and of cells.
+
+`products`: Products of matrices: this is the only place where plain torch multiplies them.
+
+    products[b, h, i, j] = q[b, h, i] . k[b, h // (Hq / H), j]
+
+The result depends on the inputs alone: neither on autocast nor on what the process lets torch round fp32 to (TF32 on
+GPUs, bf16 and TF32 on CPUs). cuBLAS obeys such settings, so on GPUs fp32 takes the kernel in `products_triton.py`.
+oneDNN obeys them on CPUs that have such products; there, while the settings are on, fp32 is multiplied in float64.
+
+`flash_on_cpu`: Dense attention with its lse by PyTorch's flash kernel for CPUs.
+
+    out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j]
+
+over all keys `j`, or when causal over those up to `i`. The kernel holds a few logits at a time and needs no compiler. As
+with `products`, the result depends on the inputs and the CPU alone: neither on autocast nor on what the process lets
+torch round fp32 products to.
+
+`block_products`: Pooled queries times pooled keys, for blocks in which some query may see some key.
+
+    logits[b, h, row, col] = pooled_q[b, h, row] . pooled_k[b, h // G, col]
+
+The kernel leaves out launch tiles in which causality allows no block, so entries there hold anything. Each of its products
+is made of three tf32 products on the tensor cores, and as exact as one in fp32.
+
+`run_sums`: Sums over runs of entries that stand side by side.
+
+`cell_products`: What kernels over cells share. A cell is some consecutive tokens, taken as one long vector.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.twins import on_gpus
+from blocksparse.kernels.masks.grid import BlockGrid
+from blocksparse.launch.torch_modes import without_autocast
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that sums over `x` are taken in: fp32 or better."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """Every row of `q` `[B, Hq, rows, E]` with every row of `k` `[B, H, cols, E]`: `[B, Hq, rows, cols]`.
+
+    `H` divides `Hq`; keys are not repeated. Rows of weights times values are `products(weights, values.mT)`. They
+    are in fp32 or better, since half precision would round long sums, and fp16 may not hold them. A GPU's tensor
+    cores take half precision as it is; elsewhere it is converted first.
+    """
+    dtype = wide_dtype(q)
+    if q.dtype != dtype and (not q.is_cuda or torch.version.hip is not None):
+        q, k = q.to(dtype), k.to(dtype)
+    if q.dtype == torch.float32:
+        if q.is_cuda:
+            from blocksparse.kernels.gemm.products_triton import products_triton
+
+            return products_triton(q, k)
+        if rounds_fp32():
+            return products(q.double(), k.double()).float()
+    rows = q.shape[2]
+    queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3).flatten(0, 1)  # [B H, G rows, E]
+    keys = k.flatten(0, 1).transpose(-1, -2)
+    with without_autocast(q):
+        sums = torch.bmm(queries, keys) if q.dtype == dtype else torch.bmm(queries, keys, dtype)
+    return sums.view(q.shape[0], q.shape[1], rows, -1)
+
+
+def rounds_fp32() -> bool:
+    """Whether a CPU would round fp32 before it multiplies, as `torch.set_float32_matmul_precision` may ask for."""
+    can = _roundings()
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return bool(can) and products.fp32_precision in can
+
+
+@functools.cache
+def _roundings() -> frozenset[str]:
+    """The formats that oneDNN can round fp32 to on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    can = {
+        "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "tf32": torch.cpu.get_capabilities().get("amx_fp16", False),
+    }
+    return frozenset(name for name, there in can.items() if there)
+
+
+LARGE_LSE = 1024.0
+"""The lse up to which fp32 holds it to 3e-5. Beyond, parts of a row are merged in float64."""
+
+
+def flash_dtype(x: Tensor) -> torch.dtype:
+    """What to give `flash_on_cpu` for `x`: bf16 as it is where the CPU has matrix units for it, else fp32 or better.
+
+    With these units (Intel's AMX) the kernel takes half as long in bf16 as in fp32; elsewhere up to a hundred times
+    as long. It sums in fp32.
+    """
+    return x.dtype if x.dtype == torch.bfloat16 and _has_matrix_units() else wide_dtype(x)
+
+
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """`out` `[B, H, M, Dv]` of the dtype of q, and lse `[B, H, M]`.
+
+    Args:
+        q: `[B, H, M, D]` on a CPU, in fp32, float64 or bf16, as k and v.
+        k: `[B, H, N, D]`, at least one key, and M keys when causal.
+        v: `[B, H, N, Dv]`.
+    """
+    if q.dtype == torch.float32 and rounds_fp32():
+        out, lse = flash_on_cpu(q.double(), k.double(), v.double(), scale, causal=causal)
+        return out.float(), lse.float()
+    if scale <= 0:  # PyTorch's kernel would make NaN of it where keys are masked
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    Dv, missing = v.shape[-1], v.shape[-1] - q.shape[-1]  # the kernel takes one head dim for all three
+    if missing > 0:
+        q, k = pad(q, (0, missing)), pad(k, (0, missing))
+    elif missing:
+        v = pad(v, (0, -missing))
+    with without_autocast(q):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=causal, scale=scale
+        )
+    return out[..., :Dv], lse
+
+
+@functools.cache
+def _has_matrix_units() -> bool:
+    # ATEN_CPU_CAPABILITY may tell PyTorch to do without AVX-512; its kernel then has no use for these units.
+    there: bool = torch.cpu.get_capabilities().get("amx_tile", False)
+    return there and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+@on_gpus(torch.float32)
+def block_products(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid, *, heads: Below | None = None) -> Tensor:
+    """Logits `[B, Hq, rows, cols]` of `pooled_q` `[B, Hq, rows, D]` and `pooled_k` `[B, H, cols, D]`.
+
+    `H` divides `Hq`. Entries of blocks that are not reachable have no meaning, and may be NaN; nor have those of heads
+    that are not among `heads`.
+    """
+    return products(pooled_q, pooled_k)
+
+
+@on_gpus(torch.float32)
+def run_sums(x: Tensor, run: int) -> Tensor:
+    """The sums of `x` `[B, H, n]` over runs of `run` entries, `[B, H, ceil(n / run)]`; the last run may be shorter."""
+    short = -x.shape[-1] % run
+    sums: Tensor = (pad(x, (0, short)) if short else x).unflatten(-1, (-1, run)).sum(-1)
+    return sums
+
+
+@frozen(eq=False)
+class Cells:
+    """How tokens are cut into cells, cells into blocks, and which pairs of cells may meet."""
+
+    slots: int  # tokens per cell
+    q_lead: int  # empty slots before the first query, in its cell or in its row of blocks
+    high: int  # query cells per block
+    wide: int  # key cells per block
+    causal: bool  # if not, every query meets every key, and positions are not looked at
+    padded_tail: bool  # what takes no part counts as zeros, not as the mean of the tokens of its cell
+    q_last: Tensor | None = None  # [B|1, Hm, query cells or rows of blocks] int32, the last position in each
+    k_first: Tensor | None = (
+        None  # [B|1, Hm, key cells] int32, the first position in each; both None: all in order
+    )
+    # With a sliding window. In order: how many key cells before its own, or before the first of its row of blocks, a
+    # query cell reaches. Else a query cell, or a row, reaches only key cells whose last position is above its floor.
+    behind: int | None = None
+    q_floor: Tensor | None = None  # as `q_last`
+    k_last: Tensor | None = None  # as `k_first`
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window hides cells, which only the implementations in plain torch leave out."""
+        return self.behind is not None or self.q_floor is not None
+
+
+def cells_behind(window: int, slots: int) -> int:
+    """How many cells of `slots` tokens before its own cell a token sees at most, if it is the first of its cell."""
+    return (window + slots - 2) // slots
+
+
+def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Tensor:
+    """Tokens `[B, H, N, D]` in cells, `[B, H, cells, slots, D]`; `lead` empty slots come first.
+
+    Args:
+        filler: `[B, H, 2, D]`, what empty slots at the start and at the end hold; zeros unless given.
+    """
+    missing = -(lead + x.shape[2]) % slots
+    if filler is not None and (lead or missing):
+        before, after = (filler[:, :, i : i + 1].expand(-1, -1, n, -1) for i, n in ((0, lead), (1, missing)))
+        with without_autocast(x):  # autocast refuses to join tensors of another half precision than its own
+            x = torch.cat((before, x, after), dim=2)
+    elif lead or missing:
+        x = pad(x, (0, 0, lead, missing))
+    cells: Tensor = x.unflatten(2, (-1, slots))
+    return cells
+
+
+def means_of_short_cells(x: Tensor, slots: int, lead: int) -> Tensor | None:
+    """The mean of the tokens in the first and in the last cell, `[B, H, 2, D]`; None if no cell lacks tokens."""
+    missing = -(lead + x.shape[2]) % slots
+    if not (lead or missing):
+        return None
+    ends = (x[:, :, : slots - lead], x[:, :, -(slots - missing) :])
+    return torch.stack([end.mean(2, dtype=wide_dtype(x)) for end in ends], dim=2).to(x.dtype)

@@ -1,0 +1,13 @@
+"""What the attention kernels for Hopper are made of.
+
+launch           grids, arguments and constants that two of the kernels share
+queue            how programs take their work, what stages and barriers are, and the words for all of it
+shares           long lists cut into shares, where a launch has few tiles of queries
+loaders          the warps that load
+consumer         the warps that compute
+rows             scores in a consumer's registers: masks, maxima and sums
+softmax          weights of scores, beside a reference that seldom changes, and softcaps of logits
+output           what a consumer writes
+int8             scores and weights of 8-bit operands in registers, and one step of a consumer with them
+gather           the warps that load keys through index maps, and votes on whether a row of blocks may stop
+"""

@@ -1,0 +1,90 @@
+"""The importance of keys, and their order inside segments.
+
+`key_importance`: How much the last queries look at each key (PBS-Attn, eq. 10).
+
+    out[b, h, j] = mean over the last `probe` queries i, and over the query heads of h, of softmax_j(scale * q_i . k_j)
+
+On GPUs there are two passes over the keys, neither of which stores a product: the first finds the largest logit of every
+query and the sum of its weights, the second adds up the weights of each key. Sums are in a fixed order, which depends on
+`N` alone. CPUs with a C++ compiler take the kernel in `cpu_scores.cpp`, which holds the products of a few queries; other
+CPUs, and float64, the plain torch below, which holds all products of a KV head at once.
+
+`segment_sort`: Order tokens by falling value inside each whole segment of `S` tokens.
+
+    index[b, h, g * S + i] = g * S + (place of the i-th greatest value of segment g)
+
+Equal values keep their order and NaN comes first, as a stable descending `torch.sort` has it; the tail of `N mod S`
+tokens stays in place. A coarse sort compares only the upper bits of fp32 values, as many as fit into an int32 beside a
+place in the segment: with S = 1024 these are sign, exponent and 13 bits of the fraction.
+
+On GPUs, for fp32 values and `S` a power of two up to 4096, one launch sorts segments on chip, as int64, or as int32 if the
+sort is coarse. Everything else takes the plain torch below, on whatever device the values are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
+from blocksparse.kernels.gemm.products import products
+from blocksparse.kernels.score import cpu_scores
+
+
+@on_gpus(*FLOATS)
+@compiled(cpu_scores.key_importance_on_cpu, lambda q, k, *_, **__: cpu_scores.takes(q, k))
+def key_importance(
+    q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
+) -> Tensor:
+    """Parts whose sums are the mean weight of every key of `k` `[B, Hkv, N, D]`, `[B, Hkv or Hq, P, N]`, fp32 or better.
+
+    Who sorts by them adds them up on the way (`segment_sort`).
+
+    Args:
+        q: `[B, Hq, M, D]`; query `i` stands at position `N - M + i`.
+        probe: how many of the last queries vote; all of them where there are fewer.
+        seen: keys from this one on have no part in the softmax, and weigh nothing.
+        causal: neither have keys after the query.
+        per_query_head: take the mean over each query head's own queries, `[B, Hq, P, N]`.
+    """
+    # One KV head after another, so that fewer numbers are held at a time; it is one part.
+    Hkv, N, P = k.shape[1], k.shape[2], min(probe, q.shape[2])
+    later = torch.ones(P, P, dtype=torch.bool, device=k.device).triu(1)  # the last keys, behind their query
+    weights = []
+    for queries, keys in zip(q[:, :, -P:].chunk(Hkv, 1), k.unbind(1), strict=True):
+        votes = products(queries, keys.unsqueeze(1)).mul_(scale)  # [B, Hq/Hkv, P, N]
+        votes[..., seen:] = float("-inf")
+        if causal:
+            votes[..., N - P :].masked_fill_(later, float("-inf"))
+        weights.append(votes.softmax(dim=-1).mean(dim=-2))
+    weight = torch.stack(weights, dim=1)  # [B, Hkv, Hq/Hkv, N]
+    return weight.flatten(1, 2).unsqueeze(2) if per_query_head else weight.mean(dim=2, keepdim=True)
+
+
+_LONGEST = 4096
+
+
+@on_gpus(torch.float32, where=lambda values, S, *_, **__: 1 < S <= _LONGEST and S & (S - 1) == 0)
+def segment_sort(values: Tensor, S: int, coarse: bool = False) -> Tensor:
+    """The token in every slot, `[B, H, N]` int32, for `values` `[B, H, N]`; the same on every device.
+
+    Args:
+        values: or `[B, H, P, N]`, parts of values, which are added up first.
+        coarse: values count as equal if their `whole_numbers` are equal but for the lowest `log2(S)` bits.
+    """
+    values = values.sum(2) if values.ndim == 4 else values
+    values = whole_numbers(values) >> (S - 1).bit_length() if coarse else values
+    N, segments = values.shape[-1], values.shape[-1] // S
+    order = values[..., : segments * S].unflatten(-1, (segments, S)).argsort(dim=-1, descending=True, stable=True)
+    order = order + S * torch.arange(segments, device=values.device)[:, None]
+    tail = torch.arange(segments * S, N, device=values.device).expand(*order.shape[:2], -1)
+    return torch.cat((order.flatten(-2), tail), dim=-1).int()
+
+
+def whole_numbers(values: Tensor) -> Tensor:
+    """fp32 values as int32 that stand in the same order; both zeros become 0, and NaN becomes the greatest.
+
+    The bits of floats from 0 up rise with them, but those of negative floats fall: all but the sign bit are flipped.
+    """
+    bits = (values.float() + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(values.isnan(), 0x7FFFFFFF)

@@ -1,0 +1,137 @@
+"""Softmax over small cells of queries and keys, summed over the cells of each block.
+
+A cell is `slots` consecutive tokens. The logit of a query cell and a key cell is
+
+    weight * sum_r q[s(r)] . k[r]
+
+over its slots `r`, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query cell spreads a mass of 1 over the key
+cells that it reaches; a block holds the mass of its pairs of cells. If `joint`, all query cells of a row of blocks spread a
+mass of 1 together: there is one softmax over all their pairs.
+
+There are three implementations: on GPUs the Triton kernels in `cell_mass_triton.py`, which keep no logits; on CPUs with a
+C++ compiler the kernel in `cpu_scores.cpp`, unless `joint`; and for other CPUs, float64, and on GPUs blocks that do not fill
+tiles and sliding windows over cells of several slots the plain torch below, which computes in fp32 or better.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.kernels.common.sizes import ROOM
+from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
+from blocksparse.kernels.gemm.products import Cells, cells, means_of_short_cells, products, wide_dtype
+from blocksparse.kernels.score import cpu_scores
+
+_WORKSPACE = 2**28  # bytes of logits that are held at a time; their softmax takes as much again
+_CPU_WORKSPACE = 2**21  # the same for a causal call on a CPU: short steps make fewer logits that causality hides
+_CPU_ROWS = 256  # rows of a product that a step has in any case there, since shorter products are slow
+
+
+def _fill_tiles(q: Tensor, k: Tensor, of: Cells, **_: object) -> bool:
+    return (of.slots == 1 or not of.windowed) and of.wide & (of.wide - 1) == 0 and of.wide <= 64
+
+
+def _runs_on_cpu(q: Tensor, k: Tensor, of: Cells, *, joint: bool = False, **_: object) -> bool:
+    return not joint and cpu_scores.takes(q, k)
+
+
+@on_gpus(*FLOATS, where=_fill_tiles)
+@compiled(cpu_scores.cell_mass_on_cpu, _runs_on_cpu)
+def cell_mass(
+    q: Tensor,
+    k: Tensor,
+    of: Cells,
+    *,
+    first_cell: int,
+    segment: int | None,
+    weight: float,
+    flipped: bool,
+    joint: bool = False,
+) -> Tensor:
+    """Mass of every block, `[B, Hq, rows, cols]` fp32 or better; rows lie on the blocks of the whole prompt.
+
+    Args:
+        q: `[B, Hq, M, D]`, in slot order.
+        k: `[B, H, N, D]`, in slot order; H divides Hq.
+        of: the cells, with the last position of each query cell.
+        first_cell: index of the first query cell in the whole prompt.
+        segment: cells per segment; a query cell then looks at earlier segments only.
+        joint: take one softmax over the pairs of all query cells of a row of blocks, not one for each query cell.
+    """
+    slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
+    q_filler, k_filler = (
+        None if of.padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
+    )
+    q_cells, k_cells = cells(q, slots, q_lead, q_filler), cells(k, slots, 0, k_filler)
+    keys = k_cells.flatten(3)  # [B, H, cells, slots * D]
+    column = torch.arange(keys.shape[2], device=q.device)
+    cell = torch.arange(first_cell, first_cell + q_cells.shape[2], device=q.device)
+    in_order, q_floor, k_last = q_last is None, of.q_floor, of.k_last
+    if in_order:
+        q_last, k_first = cell.view(1, 1, -1), column.view(1, 1, -1)
+        if of.behind is not None:
+            q_floor, k_last = q_last - of.behind - 1, k_first
+
+    # A block far larger than the prompt is cut to one that holds all of its cells, and takes no more memory.
+    high = min(of.high, max(first_cell + q_cells.shape[2], ROOM))
+    wide = min(of.wide, max(keys.shape[2], ROOM))
+    empty = first_cell % high  # how many cells row 0 lacks at its start
+    rows, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
+    masses = []
+    # In a window some rows together look at few keys besides their own, and at no others.
+    looked_at = keys.shape[2] if of.behind is None else min(keys.shape[2], 2 * max(of.behind, high))
+    row = q.shape[0] * q.shape[1] * high * looked_at * wide_dtype(q).itemsize  # bytes of a row of blocks
+    step = max(1, _WORKSPACE // row)
+    if q.device.type == "cpu" and causal and in_order:
+        step = min(step, max(_CPU_WORKSPACE // row, -(-_CPU_ROWS // (high * q.shape[1] // k.shape[1]))))
+    step = step if of.behind is None else min(step, max(1, of.behind // high))
+    for top in range(0, rows, step):
+        bottom = min(top + step, rows)
+        first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells.shape[2])
+        end = min(first_cell + last, keys.shape[2]) if causal and in_order else keys.shape[2]
+        begin = 0 if of.behind is None else min(max(first_cell + first - of.behind, 0), end)
+        queries = q_cells[:, :, first:last]
+        logits = products((queries.flip(3) if flipped else queries).flatten(3), keys[:, :, begin:end]).mul_(weight)
+        eligible = torch.ones(1, 1, last - first, end - begin, dtype=torch.bool, device=q.device)
+        if causal and k_first is not None and q_last is not None:
+            eligible = k_first[..., begin:end].unsqueeze(2) <= q_last[..., first:last].unsqueeze(3)
+        if q_floor is not None and k_last is not None:
+            eligible = eligible & (k_last[..., begin:end].unsqueeze(2) > q_floor[..., first:last].unsqueeze(3))
+        if segment is not None:
+            eligible = eligible & (column[begin:end] < (cell[first:last] // segment * segment).unsqueeze(1))
+        before, after = first - (top * high - empty), bottom * high - empty - last  # cells that these rows lack
+        mass = _softmax(logits, eligible)
+        if joint:  # what is not eligible is now -inf
+            mass = mass * _shares(logits.logsumexp(-1), high, before, after).unsqueeze(3)
+        mass = pad(mass, (begin, cols * wide - end, before, after))
+        masses.append(mass.unflatten(3, (cols, wide)).sum(4).unflatten(2, (-1, high)).sum(3))
+    return torch.cat(masses, dim=2)
+
+
+def _shares(log_sum: Tensor, high: int, before: int, after: int) -> Tensor:
+    """The share that each query cell has of all weights of its row of `high` cells, `[B, Hq, cells]`.
+
+    Args:
+        log_sum: `[B, Hq, cells]`, the logs of the sums of their weights; -inf where there are none.
+    """
+    rows = pad(log_sum, (before, after), value=float("-inf")).unflatten(2, (-1, high))
+    shares = rows.softmax(-1).masked_fill((rows == float("-inf")).all(-1, keepdim=True), 0.0)
+    result: Tensor = shares.flatten(2)[:, :, before : before + log_sum.shape[2]]
+    return result
+
+
+def _softmax(logits: Tensor, eligible: Tensor) -> Tensor:
+    """Softmax over the eligible cells of each row, `[B, Hq, rows, cols]`; overwrites `logits`.
+
+    A row whose logits are all -inf, or that has no eligible cell, holds no mass.
+
+    Args:
+        eligible: bool; it may have fewer heads than `logits`, which then share them.
+    """
+    grouped, eligible = logits.unflatten(1, (eligible.shape[1], -1)), eligible.unsqueeze(2)
+    mass = grouped.masked_fill_(~eligible, float("-inf")).softmax(-1)
+    none = grouped.amax(-1, keepdim=True) == float("-inf")
+    result: Tensor = mass.masked_fill_(none, 0.0).flatten(1, 2)
+    return result

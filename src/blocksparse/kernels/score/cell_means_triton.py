@@ -1,0 +1,265 @@
+"""The Triton kernels of `score/cell_means.py`.
+
+The Triton kernel of `cell_means`: a program takes some cells of one head, and reads each token once.
+
+The Triton kernel of `group_max`: fp16, bf16 and fp32.
+
+One program multiplies a tile of query groups with a tile of key groups, and stores the best product of each block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blocksparse.kernels.common.device_functions import alike, head_at
+from blocksparse.kernels.common.sizes import cdiv, empty_together, power_of_2
+from blocksparse.kernels.gemm.cells_triton import (
+    Tiles,
+    can_use_tma,
+    cell_products,
+    grouped_tile,
+    largest,
+    reach_strides,
+    tiles_for,
+    whole_cells,
+)
+from blocksparse.kernels.gemm.products import Cells
+from blocksparse.launch.launches import remembered
+
+_TILE = 1024  # entries that a program adds up at a time: eight to a thread
+_UNROLLED = 32  # slots up to which a program asks for all tokens of its cells at once
+
+
+def cell_means_triton(
+    q: Tensor,
+    k: Tensor,
+    slots: int,
+    lead: int = 0,
+    padded_tail: bool = False,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for queries and keys together; arguments as of `cell_means`."""
+    B, Hq, M, D = q.shape
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
+    Hk, N = k.shape[1:3] if k_index is None else k_index.shape[1:]
+    q_cells, k_cells, block_d = cdiv(lead + M, slots), cdiv(N, slots), power_of_2(D)
+    q_means, k_means = empty_together(q.dtype, q.device, (B, Hq, q_cells, D), (B, Hk, k_cells, D))
+    at_a_time = max(_TILE // block_d, 1)
+    q_programs, k_programs = cdiv(q_cells, at_a_time), cdiv(k_cells, at_a_time)
+    _cell_means_kernel[(B * (Hq * q_programs + Hk * k_programs),)](
+        q, k, q_index, k_index, q_means, k_means,
+        q.stride()[:3], k.stride()[:3],
+        None if q_index is None else alike(*q_index.stride()[:2]),
+        None if k_index is None else alike(*k_index.stride()[:2]),
+        q_programs, k_programs, B * Hq * q_programs, M, N, q_cells, k_cells, lead, Hq, Hk, 1, Hk // k.shape[1],
+        D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
+        num_warps=4,
+    )  # fmt: skip
+    return q_means, k_means
+
+
+def cell_mean_triton(
+    x: Tensor, slots: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
+) -> Tensor:
+    """Launch the kernel for queries or keys alone: all programs take those."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    index = index if index is None or index.stride(-1) == 1 else index.contiguous()
+    (B, Hx, N, D), block_d = x.shape, power_of_2(x.shape[-1])
+    H, N = (Hx, N) if index is None else index.shape[1:]
+    cells, at_a_time = cdiv(lead + N, slots), max(_TILE // block_d, 1)
+    programs, strides = cdiv(cells, at_a_time), x.stride()[:3]
+    index_strides = None if index is None else alike(*index.stride()[:2])
+    means = x.new_empty((B, H, cells, D))
+    _cell_means_kernel[(B * H * programs,)](
+        x, x, index, index, means, means, strides, strides, index_strides, index_strides,
+        programs, programs, B * H * programs, N, N, cells, cells, lead, H, H, H // Hx, H // Hx,
+        D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
+        num_warps=4,
+    )  # fmt: skip
+    return means
+
+
+def means_of_short_cells_triton(x: Tensor, slots: int, lead: int) -> Tensor | None:
+    """`means_of_short_cells` by the same kernel, which calls can repeat, as they cannot what PyTorch computes."""
+    missing = -(lead + x.shape[2]) % slots
+    if not (lead or missing):
+        return None
+    (B, H, _, D), ends = x.shape, (x[:, :, : slots - lead], x[:, :, -(slots - missing) :])
+    means = x.new_empty((B, H, 2, D))
+    for at, mean in enumerate(cell_means_triton(*ends, slots, lead, False, None, None)):
+        means[:, :, at : at + 1].copy_(mean)
+    return means
+
+
+@triton.jit
+def _means(
+    x_ptr, index_ptr, out_ptr, x_strides, index_strides,
+    b, h, first, heads, N, cells, lead, heads_per_source,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, UNROLLED: tl.constexpr, CELLS: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Stores the means of `CELLS` cells from `first` on, of head `h` of `heads`."""
+    x_at = x_ptr + b.to(tl.int64) * x_strides[0] + (h // heads_per_source).to(tl.int64) * x_strides[1]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    cell = first + tl.arange(0, CELLS)
+    start = cell * SLOTS - lead
+    sums = tl.zeros([CELLS, BLOCK_D], tl.float32)
+    for some in range(0, SLOTS, UNROLLED):
+        for place in tl.static_range(UNROLLED):
+            slot = start + some + place
+            there = (slot >= 0) & (slot < N)
+            if SLOTS % UNROLLED != 0:
+                there = there & (some + place < SLOTS)
+            if index_ptr is not None:
+                token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=there, other=0)
+            else:
+                token = slot
+            inside = there[:, None]
+            if BLOCK_D != D:
+                inside = inside & (dims < D)
+            x = tl.load(x_at + token.to(tl.int64)[:, None] * x_strides[2] + dims, mask=inside, other=0.0)
+            sums += x.to(tl.float32)
+    if PADDED:
+        tokens = tl.full([CELLS], SLOTS, tl.int32)
+    else:
+        tokens = tl.maximum(tl.minimum(start + SLOTS, N) - tl.maximum(start, 0), 1)
+    count = tl.broadcast_to(tokens.to(tl.float32)[:, None], [CELLS, BLOCK_D])
+    mean = tl.div_rn(sums, count)
+    out_at = out_ptr + ((b.to(tl.int64) * heads + h) * cells + cell)[:, None] * D + dims
+    inside = (cell < cells)[:, None]
+    if BLOCK_D != D:
+        inside = inside & (dims < D)
+    tl.store(out_at, mean, mask=inside)
+
+
+@remembered
+@triton.jit(do_not_specialize=["q_programs", "k_programs", "of_queries", "M", "N", "q_cells", "k_cells", "lead"])
+def _cell_means_kernel(
+    q_ptr, k_ptr, q_index_ptr, k_index_ptr, q_out_ptr, k_out_ptr,
+    q_strides, k_strides, q_index_strides, k_index_strides,
+    q_programs, k_programs, of_queries, M, N, q_cells, k_cells, lead, q_heads, k_heads, heads_per_query, heads_per_source,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, UNROLLED: tl.constexpr, CELLS: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """The first `of_queries` programs take cells of queries, the others cells of keys."""
+    pid = tl.program_id(0)
+    if pid < of_queries:
+        head = pid // q_programs  # its number among the heads of all batch entries
+        _means(
+            q_ptr, q_index_ptr, q_out_ptr, q_strides, q_index_strides,
+            head // q_heads, head % q_heads, pid % q_programs * CELLS, q_heads, M, q_cells, lead, heads_per_query,
+            D, BLOCK_D, SLOTS, UNROLLED, CELLS, PADDED,
+        )  # fmt: skip
+    else:
+        head = (pid - of_queries) // k_programs
+        _means(
+            k_ptr, k_index_ptr, k_out_ptr, k_strides, k_index_strides,
+            head // k_heads, head % k_heads, (pid - of_queries) % k_programs * CELLS, k_heads, N, k_cells, 0,
+            heads_per_source, D, BLOCK_D, SLOTS, UNROLLED, CELLS, PADDED,
+        )  # fmt: skip
+
+
+_GROUP = 8  # tiles of query groups that meet a tile of key groups while it is in the L2 cache
+
+
+def group_max_triton(
+    q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool, tiles: Tiles | None = None
+) -> Tensor:
+    """Launch the kernel; arguments as of `group_max`. `tiles` are those of `tiles_for` unless given."""
+    (B, Hq, M, D), (_, H, N, _) = q.shape, k.shape
+    g, q_lead, high, wide, q_last, k_first = of.slots, of.q_lead, of.high, of.wide, of.q_last, of.k_first
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    tma = can_use_tma(q, k)
+    tiles = tiles or tiles_for(q, tma=tma)
+    block_m, block_n = tiles.block_m, tiles.block_n
+    q_source, k_source = (
+        whole_cells(x, g, lead, block, tiles.block_k) if tma else None
+        for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
+    )
+    rows, cols = -(-(q_lead + M) // (g * high)), -(-N // (g * wide))
+    q_tiles, k_tiles = cdiv(rows * high, block_m), cdiv(cols * wide, block_n)
+    best = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
+    _group_max_kernel[(q_tiles * (Hq // H) * k_tiles, H, B)](
+        q_source, k_source, q, k, q_last, k_first, best,
+        q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
+        M, N, q_lead, first_row, rows, cols, q_tiles, k_tiles,
+        D=D, SLOTS=g, HIGH=high, WIDE=wide, GROUP=_GROUP,
+        CAUSAL=of.causal, PER_TOKEN=per_token, PADDED=of.padded_tail,
+        SHORT=q_lead % g != 0 or (q_lead + M) % g != 0 or N % g != 0,
+        TMA=q_source is not None and k_source is not None,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return best
+
+
+@remembered
+@triton.jit(do_not_specialize=["M", "N", "q_lead", "first_row", "rows", "cols", "q_tiles", "k_tiles"])
+def _group_max_kernel(
+    q_source, k_source, q_ptr, k_ptr, q_last_ptr, k_first_ptr, best_ptr,
+    q_strides, k_strides, q_last_strides, k_first_strides,
+    M, N, q_lead, first_row, rows, cols, q_tiles, k_tiles,
+    D: tl.constexpr, SLOTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr, PER_TOKEN: tl.constexpr, PADDED: tl.constexpr, SHORT: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    TILE_ROWS: tl.constexpr = BLOCK_M // HIGH
+    TILE_COLS: tl.constexpr = BLOCK_N // WIDE
+    heads_per_key = tl.num_programs(0) // (q_tiles * k_tiles)
+    h_key = tl.program_id(1)
+    key_heads = tl.num_programs(1)
+    b = tl.program_id(2)
+    h_in_group, q_tile, k_tile = grouped_tile(tl.program_id(0), q_tiles, k_tiles, heads_per_key, GROUP)
+    h = h_key * heads_per_key + h_in_group
+    heads = key_heads * heads_per_key
+
+    q_group = q_tile * BLOCK_M
+    k_group = k_tile * BLOCK_N
+    i = q_group + tl.arange(0, BLOCK_M)
+    j = k_group + tl.arange(0, BLOCK_N)
+    reach = (first_row + i // HIGH + 1) * HIGH - 1  # the last key group that each may see, or its last position
+    start = j
+    if q_last_ptr is not None:
+        q_last_at = q_last_ptr + head_at(q_last_strides, b, h)
+        reach = tl.load(q_last_at + i // HIGH, mask=i // HIGH < rows, other=-1)
+        k_first_at = k_first_ptr + head_at(k_first_strides, b, h)
+        start = tl.load(k_first_at + j, mask=j * SLOTS < N, other=2147483647)
+    some = True
+    if CAUSAL:
+        some = -largest(-start) <= largest(reach)
+
+    row = q_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    col = k_tile * TILE_COLS + tl.arange(0, TILE_COLS)
+    best_at = ((b * heads + h).to(tl.int64) * rows + row)[:, None] * cols + col[None, :]
+    stored = (row < rows)[:, None] & (col < cols)[None, :]
+    left_out = float("-inf")
+    if PADDED:
+        left_out = 0.0
+    if some:
+        product = cell_products(
+            q_source, k_source, q_ptr, k_ptr, None, None, q_strides, k_strides,
+            b, h, h_key, heads, key_heads, q_group, k_group, q_lead, M, N,
+            D, SLOTS, False, SHORT, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        empty_before = tl.maximum(q_lead - i * SLOTS, 0)
+        q_end = tl.minimum(q_lead + M - i * SLOTS, SLOTS)
+        k_end = tl.minimum(N - j * SLOTS, SLOTS)
+        places = tl.minimum(q_end[:, None], k_end[None, :]) - empty_before[:, None]
+        if PER_TOKEN and PADDED:
+            product = product / SLOTS
+        elif PER_TOKEN:
+            product = product / tl.maximum(places, 1).to(tl.float32)
+        takes_part = places > 0
+        if CAUSAL:
+            takes_part = takes_part & (start[None, :] <= reach[:, None])
+        product = tl.where(takes_part, product, left_out)
+        best = tl.max(tl.reshape(product, [BLOCK_M, TILE_COLS, WIDE]), 2)
+        best = tl.max(tl.reshape(best, [TILE_ROWS, HIGH, TILE_COLS]), 1)
+        tl.store(best_ptr + best_at, best, mask=stored)
+    else:
+        tl.store(best_ptr + best_at, tl.full([TILE_ROWS, TILE_COLS], left_out, tl.float32), mask=stored)

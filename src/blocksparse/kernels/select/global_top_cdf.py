@@ -1,0 +1,45 @@
+"""The smallest set of blocks that holds a share of a whole head's mass: all rows of a head have one budget.
+
+It is `top_cdf` with sums over the head: blocks are taken heaviest first, ties by place, until `mass` of the head's total is
+reached. Weights are rounded to integers, called ticks, of which the heaviest block of a head has up to 2^30
+(`top_cdf.py`). Sums of integers do not depend on their order, so the GPU's kernels, which search for the lightest
+block that is taken, and the plain torch below, which sorts, choose the same blocks. With over 4 million blocks in a head,
+fp64 may round a target by some ticks, a billionth of a block each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.twins import on_gpus
+from blocksparse.kernels.masks.grid import BlockGrid
+from blocksparse.kernels.select.top_cdf import running_share
+
+
+@on_gpus(torch.float32)
+def global_top_cdf(
+    values: Tensor,
+    forced: Tensor | None,
+    mass: Tensor,
+    grid: BlockGrid,
+    *,
+    crossing: bool,
+    heads: Below | None = None,
+) -> Tensor:
+    """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
+
+    The diagonal is kept in any case.
+
+    Args:
+        forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case, but ranked and counted as other blocks are.
+        mass: `[1, H|1, 1, 1]` float64, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
+        crossing: also keep the block that takes the sum from below the target to the target or above it.
+        heads: those whose mask is asked for; in the others entries have no meaning.
+    """
+    mass, reachable = mass.float(), grid.reachable
+    always = grid.diagonal if forced is None else grid.diagonal | forced
+    share = running_share(values.masked_fill(~reachable, 0.0).flatten(2))  # [B, H, rows * cols]
+    taken = share.before < mass[..., 0] if crossing else share.after <= mass[..., 0]
+    return (share.put_back(taken).view(values.shape) | always | (mass >= 1)) & reachable

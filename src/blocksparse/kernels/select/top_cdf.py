@@ -1,0 +1,144 @@
+"""Blocks that hold a share of their row's mass, or are worth a share of its best one.
+
+`running_share`: What cumulative rules share: entries are taken heaviest first, and each has the share of the total taken by then.
+
+`top_cdf`: The smallest set of blocks that holds a share of each row's mass.
+
+Forced blocks are taken first, then the heaviest, ties by column, until `mass` of the row's total is reached. Weights are
+rounded to integers, called ticks, of which the heaviest block of a row has up to 2^30 (`top_cdf.py`). Sums of
+integers do not depend on their order, so the GPU's kernel, which searches for the lightest block that is taken, the
+kernel compiled for CPUs, which takes blocks from a heap, and the plain torch below, which sorts, choose the same blocks.
+
+`peak_share`: The blocks that are worth a share of their row's best one.
+
+    keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] max_col values[b, h, row] > 0, or forced, or on the diagonal
+
+as far as queries can see.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blocksparse.kernels.common.twins import on_gpus
+from blocksparse.kernels.masks.grid import NOWHERE, BlockGrid, Places
+from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.score import cpu_choices, cpu_scores
+
+
+class RunningShare(NamedTuple):
+    """Entries along the last axis, in the order in which they are taken; all tensors have one shape."""
+
+    order: Tensor  # int64, the place of each entry in the tensor that it came from
+    ticks: Tensor  # int64, the weight of each entry
+    before: Tensor  # fp32, the share of the total that is taken before the entry
+    after: Tensor  # fp32, the share that is taken with it
+
+    def put_back(self, taken: Tensor) -> Tensor:
+        """`taken`, a bool for each entry in the order of taking, put back into the order of places."""
+        return torch.empty_like(taken).scatter_(-1, self.order, taken)
+
+
+def running_share(values: Tensor, first: Tensor | None = None) -> RunningShare:
+    """Take non-negative `values` heaviest first, those of the mask `first` before all others, ties by place.
+
+    Sums are of integers, so the shares do not depend on the order of summation: the same values give the same
+    shares on every device. They are fp32, the precision of scores, so that rounding does not push a sum over a
+    round target.
+    """
+    weight = _ticks(values)
+    key = weight if first is None else weight.masked_fill(first, torch.iinfo(torch.int64).max)
+    order = key.argsort(dim=-1, descending=True, stable=True)
+    ranked = weight.gather(-1, order)
+    reached = ranked.cumsum(-1)
+    total = reached[..., -1:].double()
+    return RunningShare(order, ranked, ((reached - ranked) / total).float(), (reached / total).float())
+
+
+def _ticks(values: Tensor) -> Tensor:
+    """Non-negative fp32 values as integers, from 2^29 to just below 2^30 for the heaviest one of a row; NaN counts as 0.
+
+    The scale is a power of two, so only the rounding to integers loses anything; a sum of 2^23 entries stays below 2^53.
+    """
+    values = values.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max).clamp_min(0.0)
+    exponent = torch.frexp(values.amax(-1, keepdim=True)).exponent
+    scale = (1053 - exponent.long() << 52).view(torch.float64)  # 2^(30 - exponent) in fp64; fp32 may not hold it
+    return (values.double() * scale).round().long()
+
+
+MAX_COLS = 32768
+"""Columns of the longest row that the kernel takes."""
+
+
+def top_cdf(
+    values: Tensor,
+    forced: Tensor | None,
+    mass: float | Tensor,
+    grid: BlockGrid,
+    *,
+    crossing: bool,
+    places: Places = NOWHERE,
+) -> Tensor:
+    """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
+
+    The diagonal is kept in any case.
+
+    Args:
+        forced: `[B|1, H|1, rows|1, cols|1]` bool, kept and counted first.
+        mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
+        crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
+            the heaviest block that is not forced is kept in any case.
+        places: by which further blocks are kept.
+    """
+    if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
+        from blocksparse.kernels.select.top_cdf_triton import top_cdf_triton
+
+        return top_cdf_triton(values, forced, mass, grid, crossing, places)
+    on_cpu = values.dtype == torch.float32 and cpu_scores.takes(values)
+    return top_cdf_reference(values, forced, mass, grid, crossing, places, compiled=on_cpu)
+
+
+def top_cdf_reference(
+    values: Tensor,
+    forced: Tensor | None,
+    mass: float | Tensor,
+    grid: BlockGrid,
+    crossing: bool,
+    places: Places = NOWHERE,
+    *,
+    compiled: bool = False,
+) -> Tensor:
+    """The same in plain torch, but for the shares if these are taken by the kernel compiled for a CPU."""
+    if not isinstance(mass, Tensor):
+        mass = torch.full((1, 1, 1, 1), mass, dtype=torch.float64, device=values.device)  # a host copy would wait
+    mass, reachable = mass.float(), grid.reachable
+    always = grid.diagonal if forced is None else grid.diagonal | forced
+    if compiled:
+        keep = cpu_choices.shares_on_cpu(values, forced, mass, reachable, always, crossing=crossing)
+    else:
+        share = running_share(values.masked_fill(~reachable, 0.0), first=forced)
+        if crossing:
+            taken = share.before < mass
+        else:
+            before = 0 if forced is None else forced.expand(share.ticks.shape).sum(-1, keepdim=True)
+            rank = torch.arange(values.shape[-1], device=mass.device)
+            taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
+        keep = (share.put_back(taken) | always) | (mass >= 1)
+    return within_reach.plain(keep, grid, places=places)
+
+
+@on_gpus(torch.float32, where=lambda values, *_: values.shape[-1] <= MAX_COLS)
+def peak_share(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: BlockGrid) -> Tensor:
+    """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
+
+    Args:
+        forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
+        alpha: `[1, H|1, 1, 1]` float64, rounded to the dtype of values.
+    """
+    values = values.where(grid.reachable, 0.0)
+    keep = (values >= alpha.to(values.dtype) * values.amax(-1, keepdim=True)) & (values > 0)
+    keep = keep if forced is None else keep | forced
+    return within_reach(keep, grid, diagonal=True)

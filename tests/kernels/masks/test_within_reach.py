@@ -1,0 +1,92 @@
+"""A choice spread over finer blocks within reach: the Triton kernel against the plain torch twin, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.reach_triton import within_reach_triton
+from tests.kernels.block_grids import KINDS, heads_of, make_grid
+
+
+def random_choice(*shape: int, device: str) -> torch.Tensor:
+    return (torch.rand(*shape, generator=torch.Generator().manual_seed(0)) < 0.4).to(device)
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_of_position(kind: str, diagonal: bool, device: str) -> None:
+    """A choice may differ by any of the axes and no other."""
+    grid = make_grid(kind, device)
+    B, Hq, rows, cols = heads_of(grid)
+    for shape in (
+        (1, 1, rows, cols),
+        (B, Hq, rows, cols),
+        (1, 1, 1, cols),
+        (1, 1, rows, 1),
+        (1, Hq, rows, cols),
+        (cols,),
+        (rows, 1),
+    ):
+        keep = random_choice(*shape, device=device)
+        want = within_reach.plain(keep, grid, diagonal=diagonal)
+        assert torch.equal(within_reach_triton(keep, grid, diagonal=diagonal), want)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_finer_blocks(kind: str, n: int, device: str) -> None:
+    grid = make_grid(kind, device)
+    fine = grid.refined(n)
+    B, Hq, rows, cols = heads_of(grid)
+    skipped = grid.q_lead // fine.q_block
+    for heads in (1, Hq):
+        keep = random_choice(B, heads, rows, cols, device=device)
+        for given in (keep, keep[:, :1].expand(-1, heads, -1, -1)):
+            got = within_reach_triton(given, fine, n, skipped)
+            want = within_reach.plain(given, fine, n, skipped)
+            assert torch.equal(got.expand_as(want), want)
+
+
+PLACES = [
+    Places(near=0), Places(near=21), Places(first=1), Places(first=40), Places(stride=(1, 0)), Places(stride=(5, 2**32 - 1)),
+    Places(near=9, first=3, stride=(7, 3)), Places(last=1), Places(first=3, last=30),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places(kind: str, device: str) -> None:
+    """By themselves, and on top of a choice on the same blocks or on coarser ones."""
+    grid = make_grid(kind, device)
+    fine = grid.refined(2)
+    B, Hq, rows, cols = heads_of(grid)
+    keep = random_choice(B, Hq, rows, cols, device=device)
+    skipped = grid.q_lead // fine.q_block
+    for i, places in enumerate(PLACES):
+        diagonal = i % 2 == 0  # in turn, also in the loop below
+        for args in ((None, grid), (keep, grid), (keep, fine, 2, skipped)):
+            diagonal = not diagonal
+            want = within_reach.plain(*args, places=places, diagonal=diagonal)
+            for compute in (within_reach_triton, within_reach):
+                assert torch.equal(compute(*args, places=places, diagonal=diagonal).expand_as(want), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_any_size(kind: str, device: str) -> None:
+    """All places are near, and first, whatever number beyond the prompt says so."""
+    grid = make_grid(kind, device)
+    for n in (2**20, 2**31 - 1, 2**32, 2**70):
+        for places in (Places(near=n), Places(first=n)):
+            for compute in (within_reach_triton, within_reach.plain):
+                assert torch.equal(compute(None, grid, places=places), grid.reachable)
+        rare = Places(stride=(n, 1))
+        want = within_reach.plain(None, grid, places=rare)
+        assert torch.equal(within_reach_triton(None, grid, places=rare).expand_as(want), want)
+
+
+def test_two_of_a_kind_are_not_one() -> None:
+    assert Places(near=3).joined(Places(first=2)) == Places(near=3, first=2)
+    assert Places(near=3).joined(Places(near=3)) is None
+    assert Places(near=0).joined(Places(near=1, first=2)) is None
