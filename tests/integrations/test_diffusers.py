@@ -576,7 +576,8 @@ def test_few_tokens_and_gradients_are_dense() -> None:
 
 
 @pytest.mark.parametrize("name", ["wan", "flux"])
-@pytest.mark.parametrize(("part", "training"), [("blocks", False), ("blocks", True), ("model", True)])
+@pytest.mark.parametrize("part", ["blocks", "model"])
+@pytest.mark.parametrize("training", [False, True])
 def test_a_training_step_is_dense_whatever_is_checkpointed(name: str, part: str, training: bool) -> None:
     """Reentrant checkpointing runs the forward pass without gradients, so grad mode in a block does not tell."""
     inputs, recorder = given(CASES[name], SMALL), DensityRecorder()

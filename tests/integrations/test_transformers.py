@@ -498,6 +498,31 @@ def test_a_training_step_is_dense_whatever_is_checkpointed(reentrant: bool, trai
     assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_a_checkpointed_call_is_dense_in_eval_mode(reentrant: bool) -> None:
+    """As where prompts are tuned through a frozen model."""
+    recorder, ids = DensityRecorder(), tokens(60)
+
+    def gradient(model: Any) -> Tensor:
+        embedded: Tensor = model.get_input_embeddings()(ids).detach().requires_grad_()
+
+        def forward(x: Tensor) -> Tensor:
+            logits: Tensor = model(inputs_embeds=x, use_cache=False).logits
+            return logits
+
+        with torch.enable_grad():
+            logits: Tensor = torch.utils.checkpoint.checkpoint(forward, embedded, use_reentrant=reentrant)
+            logits.square().mean().backward()
+        assert embedded.grad is not None
+        return embedded.grad
+
+    expected = gradient(make("llama"))
+    with attached(model := make("llama"), recorder, SPARSE):
+        actual = gradient(model)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+    assert all_dense(recorder, "gradients", calls=2)
+
+
 def test_a_model_in_training_says_how_to_make_it_sparse(caplog: pytest.LogCaptureFixture) -> None:
     model, recorder = make("llama").train(), DensityRecorder()
     with attached(model, recorder):

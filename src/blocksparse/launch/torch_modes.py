@@ -1,12 +1,14 @@
-"""The modes of PyTorch that a call runs under: autocast, torch.compile and the transforms of `torch.func`."""
+"""The modes of PyTorch that a call runs under: autocast, torch.compile, `torch.func` and checkpointing."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from blocksparse.launch.torch_private import under_a_transform
 
@@ -25,6 +27,19 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(device):
         return _AS_IT_IS
     return torch.autocast(device, dtype=_FIRST_DTYPE.get(device), enabled=False)
+
+
+def is_checkpointed() -> bool:
+    """Whether reentrant checkpointing runs a call without gradients, and will run it again with them.
+
+    PyTorch notes this nowhere but on the stack. Never so while a graph is traced.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    frame, forward = sys._getframe().f_back, CheckpointFunction.forward.__code__
+    while frame is not None and frame.f_code is not forward:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_transformed() -> bool:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from blocksparse.integrations.diffusers.adapter import Adapter
 from blocksparse.integrations.diffusers.backend import Backend, Redirect
 from blocksparse.integrations.diffusers.stand_in import BACKEND, OWN, REDIRECT
+from blocksparse.launch.torch_modes import is_checkpointed
 
 _OUTSIDE = "the layout of a call is read outside compiled code"
 
@@ -157,7 +158,9 @@ def _trains(model: nn.Module, given: Mapping[str, Any]) -> str | None:
         x.requires_grad for x in (*model.parameters(), *given.values()) if isinstance(x, Tensor)
     ):
         return "gradients"
-    return "training" if model.training else None
+    if model.training:
+        return "training"
+    return "gradients" if is_checkpointed() else None
 
 
 @final

@@ -14,6 +14,7 @@ from blocksparse.batch.sequences import Sequences
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.integrations.transformers.last_lengths import LastLengths
 from blocksparse.integrations.transformers.prompt_mask import PromptMask
+from blocksparse.launch.torch_modes import is_checkpointed
 from blocksparse.spec import Asked
 
 # Arguments with which attention must be dense, and the reasons that a DensityRecorder gets for them.
@@ -147,8 +148,9 @@ class Call:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             return "gradients"
         if self.module.training:
-            # Reentrant checkpointing runs the forward pass without gradients, and again with them.
             return "training"
+        if is_checkpointed():
+            return "gradients"
         if self.seen is None and not torch.compiler.is_compiling():
             return "mask"  # which counts, whatever window the layer has
         if window not in (None, self.window) and self._longest() > window:
