@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.cases import AnyPipeline, Plan
 from benchmarks.kernel_tables import Row, density_of
 from benchmarks.timing import attempt, check, medians, release
-from blocksparse.audit import Audit, AuditedPipeline
+from blocksparse.observe import Audit, AuditedPipeline
 
 ROWS, EVERY = 64, 64  # the defaults of `Audit`
 

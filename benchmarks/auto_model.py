@@ -29,9 +29,9 @@ from benchmarks.tasks.measure import Texts, attached, attention_ms, density_of, 
 from benchmarks.tasks.methods import ALWAYS_SPARSE, DENSE, Method
 from benchmarks.tasks.paired import difference
 from benchmarks.tasks.sample import Haystack, Sample
-from blocksparse.demo import TEXT
-from blocksparse.demo.model import Model, load
-from blocksparse.integrations.transformers import DensityRecorder
+from blocksparse.hosts.transformers import DensityRecorder
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.model import Model, load
 
 Row = dict[str, Any]
 Samples = Mapping[str, Sequence[Sample]]

@@ -20,12 +20,11 @@ from torch import Tensor
 
 import blocksparse as bs
 from benchmarks.charts import GREEN, ORANGE, THEMES, themed
-from blocksparse.demo import TEXT
-from blocksparse.demo.measure import measure
-from blocksparse.demo.model import convert_smollm2, load
-from blocksparse.demo.picture import pooled_attention
-from blocksparse.demo.prompt import build
 from blocksparse.testing import make_qkv
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.measure import build, measure
+from blocksparse.tools.demo.model import convert_smollm2, load
+from blocksparse.tools.demo.picture import pooled_attention
 
 LAYER, HEAD, TOKENS = 8, 1, 2048  # the head that the demo shows, and a prompt in which blocks are visible
 SEGMENT, BLOCK, PIXELS = 256, 64, 512

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import blocksparse as bs
 from benchmarks.quality import QKV, TEXT_START, first_tokens, layers_of, smollm2
-from blocksparse.demo import TEXT
-from blocksparse.demo.model import load
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.model import load
 
 EXECUTORS: dict[str, bs.Executor[bs.GlobalPermutation, bs.BlockMask]] = {
     "bf16 (`TritonExecutor`)": bs.TritonExecutor(),

@@ -20,8 +20,8 @@ from attrs import evolve, fields_dict
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.bench.inputs import structured
 from blocksparse.presets import every_preset
+from blocksparse.tools.bench import structured
 
 Make = Callable[[], Any]
 """Gives a pipeline, new or kept."""

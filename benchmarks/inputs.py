@@ -7,8 +7,8 @@ from attrs import frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.bench.inputs import QKV as QKV
-from blocksparse.bench.inputs import structured as structured
+from blocksparse.tools.bench import QKV as QKV
+from blocksparse.tools.bench import structured as structured
 
 
 @frozen

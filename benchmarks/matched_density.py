@@ -30,8 +30,8 @@ from benchmarks.quality import (
     smollm2,
     with_yarn,
 )
-from blocksparse.demo import TEXT
-from blocksparse.demo.model import load
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.model import load
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]
 Curve = list[tuple[float, float]]

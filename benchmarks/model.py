@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import blocksparse as bs
-from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.layers.head_groups import AnyPipeline
 
 ROPE = {

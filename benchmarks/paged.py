@@ -22,8 +22,8 @@ from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.bench.inputs import structured
 from blocksparse.kernels.score.block_mean import block_mean
+from blocksparse.tools.bench import structured
 
 HEADS, KV_HEADS, D = 32, 8, 128
 CUDA = torch.device("cuda")

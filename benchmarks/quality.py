@@ -24,11 +24,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import blocksparse as bs
 from benchmarks.oracle import TrueMassScorer
 from benchmarks.quality_settings import SETTINGS, Setting
-from blocksparse.demo import TEXT
-from blocksparse.demo.measure import perplexity
-from blocksparse.demo.model import Model, convert_smollm2, load
-from blocksparse.demo.prompt import Prompt, build
-from blocksparse.integrations.transformers import attach
+from blocksparse.hosts.transformers import attach
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.measure import Prompt, build, perplexity
+from blocksparse.tools.demo.model import Model, convert_smollm2, load
 
 QKV = tuple[Tensor, Tensor, Tensor]
 AnyPipeline = bs.Pipeline[Any, Any, Any]

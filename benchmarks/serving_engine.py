@@ -50,7 +50,7 @@ class Engine:
         from vllm import LLM
 
         self.tiny, given = job["tiny"], job["blocksparse"]
-        more: dict[str, Any] = {"worker_extension_cls": "blocksparse.integrations.vllm.worker.RecordReader"}
+        more: dict[str, Any] = {"worker_extension_cls": "blocksparse.hosts.vllm.engine.RecordReader"}
         if given is not None:
             more["additional_config"] = {"blocksparse": given}
         if not self.tiny:
@@ -182,7 +182,7 @@ def _record(worker: Any, on: bool) -> str:
     """Begin a record, or end it and say what it holds. A record takes time, so nothing is timed with one."""
     from attrs import evolve
 
-    from blocksparse.integrations.density_recorder import DensityRecorder
+    from blocksparse.observe.density_recorder import DensityRecorder
 
     recorder = DensityRecorder() if on else None
     density = "-"
@@ -199,8 +199,8 @@ def _become(worker: Any, given: dict[str, Any]) -> None:
     """Sizes that go sparse stay those of the first configuration."""
     from attrs import evolve
 
-    from blocksparse.integrations.serving.settings import Settings
-    from blocksparse.integrations.vllm.engine import HOST, served_by
+    from blocksparse.hosts.serving.settings import Settings
+    from blocksparse.hosts.vllm.engine import HOST, served_by
 
     config = worker.vllm_config
     settings = Settings.of({"blocksparse": given}, served_by(config), HOST)

@@ -13,10 +13,10 @@ from attrs import frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.bench.timing import ROUNDS as ROUNDS
-from blocksparse.bench.timing import Figure as Figure
-from blocksparse.bench.timing import medians as medians
 from blocksparse.check.per_head import by_head
+from blocksparse.tools.bench import ROUNDS as ROUNDS
+from blocksparse.tools.bench import Figure as Figure
+from blocksparse.tools.bench import medians as medians
 
 Call = Callable[[], Tensor]
 """Attends: `[B, Hq, M, Dv]`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from blocksparse.tune import Budget, TunePrompt, tune
+from blocksparse.tools.tune import Budget, TunePrompt, tune
 
 
 def main() -> int:

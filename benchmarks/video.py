@@ -26,11 +26,11 @@ from torch.nn.functional import interpolate, pad, scaled_dot_product_attention
 import blocksparse as bs
 from benchmarks.inputs import QKV
 from benchmarks.timing import ROUNDS, CannotRunError, attempt, check, check_near, medians, relative_l1, some_rows
-from blocksparse.bench.timing import repeated
-from blocksparse.integrations.placed import placed
+from blocksparse.hosts.token_layout import placed
 from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.tools.bench import repeated
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]
 EXACT = bs.AutoExecutor(dense_below=0)

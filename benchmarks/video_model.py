@@ -29,10 +29,10 @@ from torch.nn.functional import interpolate
 import blocksparse as bs
 from benchmarks.inputs import QKV
 from benchmarks.timing import relative_l1, some_rows
-from blocksparse.bench.timing import repeated
-from blocksparse.integrations.diffusers import DensityRecorder, attach
+from blocksparse.hosts.diffusers import DensityRecorder, attach
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.order.grid_orders import GridOrder
+from blocksparse.tools.bench import repeated
 
 SHAPE: dict[str, Any] = {"attention_head_dim": 128, "ffn_dim": 13_824, "text_dim": 4096, "in_channels": 16}
 TEXT_TOKENS = 512

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from filelock import FileLock
 
-from blocksparse.demo.model import convert_smollm2, wheel_folder
+from blocksparse.tools.demo.model import convert_smollm2, wheel_folder
 
 NAME = "SmolLM2-135M-Instruct"  # of the folder that commands look for under --out
 

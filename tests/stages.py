@@ -151,7 +151,7 @@ REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.OnTiles(bs.Band(8) | bs.Random(0.3), 2),
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.SharedByGroup(bs.OnTiles(bs.Random(0.3), 2)),
 )
-# These get values beside keys, as `blocksparse.testing.check_scorer` gives them.
+# These get values beside keys, as `blocksparse.testing.check_stages` gives them.
 VALUE_SCORERS: tuple[bs.ValueScorer[Any, Any], ...] = (
     bs.OutputAwareScorer(4, block=16),
     bs.OutputAwareScorer(8, block=32, k_block=16, lengths=(1.0, 0.2)),

@@ -14,10 +14,9 @@ from attrs import frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.audit import Audit, AuditedPipeline, Crossing, Estimate
-from blocksparse.audit.estimate import ratio
-from blocksparse.audit.rows import draw, row_sums
 from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.observe import Audit, AuditedPipeline, Crossing, Estimate
+from blocksparse.observe.estimate import draw, ratio, row_sums
 from blocksparse.testing import make_qkv
 
 RECORDED = Path(__file__).with_name("data") / "audit_rows.npz"
@@ -310,7 +309,7 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], sentence: str) -> 
 def test_a_model_is_audited_layer_by_layer() -> None:
     """And a layer that crosses a bound attends densely from then on, as its density shows."""
     transformers = pytest.importorskip("transformers")
-    from blocksparse.integrations.transformers import DensityRecorder, attach
+    from blocksparse.hosts.transformers import DensityRecorder, attach
 
     config = transformers.LlamaConfig(
         vocab_size=50,

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from blocksparse import TritonExecutor, pbs_attn
-from blocksparse.bench.report import crossovers, table
-from blocksparse.bench.run import Crossover, Row, Shape, run
-from blocksparse.cli.main import main
+from blocksparse.tools.bench import Crossover, Row, Shape, crossovers, run, table
+from blocksparse.tools.cli.main import main
 
 SMALL = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--device", "cpu", "--seconds", "0"]
 
@@ -164,7 +163,7 @@ def test_numbers_that_cannot_be_are_refused(
 def process(*options: str, **streams: Any) -> subprocess.Popen[str]:
     root = str(Path(__file__).parents[1] / "src")
     return subprocess.Popen(
-        [sys.executable, "-m", "blocksparse.cli.main", "bench", *SMALL, *options],
+        [sys.executable, "-m", "blocksparse.tools.cli.main", "bench", *SMALL, *options],
         env={**os.environ, "PYTHONPATH": root},
         stderr=subprocess.PIPE,
         text=True,

@@ -11,9 +11,9 @@ import pytest
 
 import blocksparse
 from blocksparse.check.validators import UserError
-from blocksparse.cli import main as command
-from blocksparse.cli.main import main
-from blocksparse.cli.options import extra
+from blocksparse.tools.cli import main as command
+from blocksparse.tools.cli.main import main
+from blocksparse.tools.cli.options import extra
 
 COMMANDS = ["demo", "bench", "inspect", "build"]
 

@@ -17,15 +17,14 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from blocksparse import Band, Sink, mean_pooling, pbs_attn
 from blocksparse.check.validators import UserError
-from blocksparse.cli.main import main
-from blocksparse.demo import TEXT
-from blocksparse.demo.measure import Row, perplexity
-from blocksparse.demo.methods import method
-from blocksparse.demo.model import dtype_for
-from blocksparse.demo.picture import Panel, draw, pooled_attention
-from blocksparse.demo.prompt import build
-from blocksparse.demo.report import legend, table, write_json
 from blocksparse.testing import every_preset
+from blocksparse.tools.cli.main import main
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.measure import Row, build, perplexity
+from blocksparse.tools.demo.methods import method
+from blocksparse.tools.demo.model import dtype_for
+from blocksparse.tools.demo.picture import Panel, draw, pooled_attention
+from blocksparse.tools.demo.run import legend, table, write_json
 from tests.real_model import NAME, converted, needs_real_model
 from tests.tiny_model import byte_tokenizer, save_tiny
 
@@ -349,7 +348,7 @@ def test_models_are_read_in_the_dtype_that_the_device_multiplies_well(
 def test_some_presets_are_read_and_all_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are read unless others are named keep less than everything of the demo's prompt."""
     seen: list[Any] = []
-    monkeypatch.setattr("blocksparse.demo.run.run", lambda settings, *_, **__: seen.append(settings))
+    monkeypatch.setattr("blocksparse.tools.demo.run.run", lambda settings, *_, **__: seen.append(settings))
     for options in ([], ["--preset", "all"], ["--preset", "a_shape"]):
         assert main(["demo", *options]) == 0
     some, every, one = (settings.pipelines for settings in seen)

@@ -28,8 +28,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from blocksparse.demo import TEXT
-from blocksparse.integrations.serving.settings import Host, Served, Settings
+from blocksparse.hosts.serving.settings import Host, Served, Settings
+from blocksparse.tools.demo import TEXT
 from tests.cases import each
 from tests.tiny_model import byte_tokenizer, save_tiny
 
@@ -56,8 +56,8 @@ OPTION = re.compile(r"""['=](?P<option>\{"blocksparse": .*?\})['\n|,]""")  # of 
 REFERENCE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
 REFERENCE_OPTIONS = re.compile(r"(?<=\n)    options:\n(?: {6}.*\n?)+")
 PUBLIC = (
-    "blocksparse", "blocksparse.testing", "blocksparse.distributed", "blocksparse.tune", "blocksparse.audit",
-    "blocksparse.integrations.transformers", "blocksparse.integrations.diffusers",
+    "blocksparse", "blocksparse.testing", "blocksparse.distributed", "blocksparse.tools.tune",
+    "blocksparse.observe", "blocksparse.hosts.transformers", "blocksparse.hosts.diffusers",
 )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @each("page", PAGES, path_of)
 def test_commands_exist(page: Path) -> None:
     """Every line of a shell names a command that is there, with options that it has; so does text, by less."""
-    from blocksparse.cli.main import _parser
+    from blocksparse.tools.cli.main import _parser
 
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     text = read(page)

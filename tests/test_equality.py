@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.distributed.key_order import for_chunks
+from blocksparse.distributed.pieces import for_chunks
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.launch.repeated import owner_of
 from blocksparse.testing import every_preset, make_qkv

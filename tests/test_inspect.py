@@ -23,14 +23,13 @@ import pytest
 import torch
 
 import blocksparse as bs
-from blocksparse.cli.main import main
-from blocksparse.demo import TEXT
-from blocksparse.inspection.collect import Findings, Preset
-from blocksparse.inspection.maps import Figures, Maps, look
-from blocksparse.inspection.page import numbers, page
-from blocksparse.integrations.transformers import attach
+from blocksparse.hosts.transformers import attach
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
+from blocksparse.tools.cli.main import main
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.inspection.collect import Figures, Findings, Maps, Preset, look
+from blocksparse.tools.inspection.page import numbers, page
 from tests.specs import asked
 from tests.tiny_model import byte_tokenizer, save_tiny
 
@@ -222,8 +221,8 @@ def test_report_has_every_layer_head_and_map(folder: Path) -> None:
 
 def test_layers_that_are_left_out_stay_dense(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the model reads with each preset, though they could be sparse."""
-    from blocksparse.demo.model import load
-    from blocksparse.inspection import collect
+    from blocksparse.tools.demo.model import load
+    from blocksparse.tools.inspection import collect
 
     reasons = iter((None, "it is left out"))  # of the first layer and of the second
     monkeypatch.setattr(collect, "_not_plain", lambda *_: next(reasons))

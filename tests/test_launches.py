@@ -150,7 +150,7 @@ def test_pipelines_and_head_groups_are_inputs_of_a_graph() -> None:
 @pytest.mark.parametrize("recorded", [False, True])
 def test_an_attached_model_compiles_whole(recorded: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    from blocksparse.integrations.transformers import DensityRecorder, attach
+    from blocksparse.hosts.transformers import DensityRecorder, attach
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

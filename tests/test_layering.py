@@ -17,12 +17,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # A layer is a folder, or a file beside them. It may import itself and what stands before it.
 LAYERS = [
     "launch", "kernels", "check", "spec", "batch", "inputs", "custom_op", "order", "grid", "score", "select",
-    "execute", "values", "four_stages", "pipeline", "paged_pipeline", "layers", "sdpa",
-    "audit", "presets", "plans", "testing", "distributed", "integrations", "demo", "tune", "bench",
-    "inspection", "cli",
+    "execute", "values", "four_stages", "pipeline", "layers", "observe", "presets", "testing", "distributed",
+    "hosts", "tools",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {
-    "spec", "batch", "kernels", "order", "grid", "score", "select", "execute", "values", "audit", "inspection",
+    "spec", "batch", "kernels", "order", "grid", "score", "select", "execute", "values", "observe", "tools",
 }  # fmt: skip
 
 # So may a room of kernels.
@@ -39,9 +38,8 @@ MULTIPLY = {
 # One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture,
 # and a regression in NumPy's float64.
 MAY_MULTIPLY = {
-    "kernels/gemm/products.py", "execute/dense_attention.py", "testing/budget.py",
-    "integrations/transformers/dense.py", "integrations/diffusers/backend.py",
-    "integrations/diffusers/stand_in.py", "demo/picture.py", "tune/guess.py",
+    "kernels/gemm/products.py", "execute/dense_attention.py", "testing/inputs.py",
+    "hosts/transformers/dense.py", "hosts/diffusers/backend.py", "tools/demo/picture.py", "tools/tune/choice.py",
 }  # fmt: skip
 
 
@@ -87,7 +85,7 @@ def forbidden(module: str) -> set[str]:
     allowed = set(LAYERS[: LAYERS.index(layer) + 1])
     if layer not in MAY_IMPORT_KERNELS:
         allowed -= {"kernels"}
-    if layer in ("distributed", "integrations", "demo", "testing", "tune", "cli"):
+    if layer in ("distributed", "hosts", "testing", "tools"):
         allowed |= {""}  # the public surface itself
     found = {name for name in imported if part(name, 1) not in allowed}
     if layer == "kernels":

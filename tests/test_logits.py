@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.audit import Audit, AuditedPipeline
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.execute.launched import one_node
 from blocksparse.kernels.common.hardware import TARGETS
+from blocksparse.observe import Audit, AuditedPipeline
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_gpu
 from tests.on_kernels import pretend_gpu

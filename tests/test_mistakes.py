@@ -19,9 +19,9 @@ import torch
 from attrs import evolve
 
 import blocksparse as bs
-from blocksparse.cli.main import main
-from blocksparse.integrations.serving.settings import ConfigurationError, Host, Served, Settings
+from blocksparse.hosts.serving.settings import ConfigurationError, Host, Served, Settings
 from blocksparse.testing import make_qkv
+from blocksparse.tools.cli.main import main
 from tests.test_bad_arguments import sentence
 
 Q, K, V = make_qkv(Hq=4, Hkv=2, N=256, D=32)
@@ -145,7 +145,7 @@ def test_a_wrong_call(call: Callable[[], Any], words: str) -> None:
 
 def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
     transformers = pytest.importorskip("transformers")
-    from blocksparse.integrations.transformers import DensityRecorder, attach
+    from blocksparse.hosts.transformers import DensityRecorder, attach
 
     config: Any = transformers.LlamaConfig(
         vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -192,7 +192,7 @@ def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_wrong_attachment_to_a_model_of_diffusers() -> None:
     diffusers = pytest.importorskip("diffusers")
-    from blocksparse.integrations.diffusers import attach
+    from blocksparse.hosts.diffusers import attach
 
     flux: Any = diffusers.FluxTransformer2DModel(
         in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -277,7 +277,7 @@ def test_a_wrong_command(command: str, words: str, capsys: pytest.CaptureFixture
 )
 def test_a_wrong_plan(tmp_path: Path, text: str | None, words: str) -> None:
     pytest.importorskip("cattrs")
-    from blocksparse.tune import Plan, TuneError
+    from blocksparse.tools.tune import Plan, TuneError
 
     path = tmp_path / "plan.json"
     if text is not None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import blocksparse as bs
-import blocksparse.audit
+import blocksparse.observe
 import blocksparse.testing
-import blocksparse.tune
+import blocksparse.tools.tune
 
-MODULES = [bs, bs.audit, bs.testing, bs.tune]
+MODULES = [bs, bs.observe, bs.testing, bs.tools.tune]
 
 
 def public(module: ModuleType) -> dict[str, Any]:

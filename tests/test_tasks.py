@@ -23,7 +23,7 @@ from benchmarks.tasks.report import as_dense, between, report, saving
 from benchmarks.tasks.sample import Haystack, Sample
 from transformers import PreTrainedTokenizerFast
 
-from blocksparse.demo import TEXT
+from blocksparse.tools.demo import TEXT
 from tests.tune import tiny
 
 

@@ -18,13 +18,13 @@ pytest.importorskip("cattrs")
 import transformers
 
 from blocksparse import Schedule, mean_pooling
-from blocksparse.cli.main import main
-from blocksparse.demo import TEXT
-from blocksparse.demo.measure import perplexity
-from blocksparse.demo.model import load
-from blocksparse.integrations.transformers import attach
-from blocksparse.layers.text_model import base_model, text_config
-from blocksparse.tune import tune
+from blocksparse.hosts.transformers import attach
+from blocksparse.layers.schedule import base_model, text_config
+from blocksparse.tools.cli.main import main
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.measure import perplexity
+from blocksparse.tools.demo.model import load
+from blocksparse.tools.tune import tune
 from tests.tiny_model import byte_tokenizer
 from tests.tune import tiny
 

@@ -23,7 +23,7 @@ from benchmarks.trained.texts import KINDS, Half, text_of
 from transformers import PreTrainedTokenizerFast
 
 from blocksparse.check.validators import UserError
-from blocksparse.demo import fetch
+from blocksparse.tools.demo import fetch
 
 
 @pytest.fixture(scope="module")

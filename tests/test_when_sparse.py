@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import blocksparse as bs
-from blocksparse.integrations.serving.settings import Settings
-from blocksparse.integrations.serving.worth import Worth
-from blocksparse.integrations.sglang.reasons import call_is_dense_because, layer_is_dense_because
-from blocksparse.integrations.vllm.reasons import dense_because
+from blocksparse.hosts.serving.settings import Settings
+from blocksparse.hosts.serving.worth import Worth
+from blocksparse.hosts.sglang.batch import call_is_dense_because, layer_is_dense_because
+from blocksparse.hosts.vllm.impl import dense_because
 from blocksparse.spec import AttentionSpec
 
 TEXT = (Path(__file__).parents[1] / "docs" / "start" / "when-sparse.md").read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def test_the_sizes_that_hosts_ask_for() -> None:
     rows = table("host")
     for host in ("transformers", "diffusers"):
         pytest.importorskip(host)
-        module = __import__(f"blocksparse.integrations.{host}", fromlist=["attach"])
+        module = __import__(f"blocksparse.hosts.{host}", fromlist=["attach"])
         parameters = inspect.signature(module.attach).parameters
         names = ("min_tokens", "min_queries", "min_window")
         defaults = [str(parameters[name].default) if name in parameters else "none" for name in names]

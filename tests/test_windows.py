@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.audit import Audit, AuditedPipeline
 from blocksparse.execute.auto import dense_operations
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.execute.launched import one_node
+from blocksparse.observe import Audit, AuditedPipeline
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU

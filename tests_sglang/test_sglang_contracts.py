@@ -19,9 +19,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from blocksparse.integrations.serving.runs import Runs
-from blocksparse.integrations.sglang import ConfigurationError, backend, batch
-from blocksparse.integrations.sglang.reasons import batch_is_dense_because, layer_is_dense_because
+from blocksparse.hosts.serving.runs import Runs
+from blocksparse.hosts.sglang import ConfigurationError, backend, batch
+from blocksparse.hosts.sglang.batch import batch_is_dense_because, layer_is_dense_because
 
 
 def test_sglang_finds_the_plugin() -> None:

@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from blocksparse import a_shape
-from blocksparse.integrations.transformers import attach
+from blocksparse.hosts.transformers import attach
 from mixes import EAGER, EVERYTHING, SOME, alone, mix
 from tiny_model import gemma, llama
 

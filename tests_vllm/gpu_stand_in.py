@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 flash_attn.get_flash_attn_version = lambda *_, **__: 2
 
-from blocksparse.integrations.vllm import cuda  # noqa: E402, which reads the version
+from blocksparse.hosts.vllm import cuda  # noqa: E402, which reads the version
 
 
 def flash_attn_varlen_func(

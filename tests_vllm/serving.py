@@ -29,7 +29,7 @@ ALWAYS = {
     "max_num_batched_tokens": 512,
     "block_size": 32,
     "seed": 0,
-    "worker_extension_cls": "blocksparse.integrations.vllm.worker.RecordReader",
+    "worker_extension_cls": "blocksparse.hosts.vllm.engine.RecordReader",
 }
 
 

@@ -24,7 +24,7 @@ def main(model: str, configuration: str) -> None:
         attention_backend="BLOCKSPARSE",
         attention_config={"backend_per_kind": {"full_attention": "CUSTOM"}},
         additional_config=json.loads(configuration),
-        worker_extension_cls="blocksparse.integrations.vllm.worker.RecordReader",
+        worker_extension_cls="blocksparse.hosts.vllm.engine.RecordReader",
     )
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     llm.generate({"prompt_token_ids": list(range(3, 403))}, params, use_tqdm=False)

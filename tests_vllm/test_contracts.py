@@ -18,15 +18,13 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from blocksparse import a_shape
-from blocksparse.audit.audit import Audit
-from blocksparse.integrations.serving.counters import Counters
-from blocksparse.integrations.serving.estimates import Estimates
-from blocksparse.integrations.serving.kinds import Kinds
-from blocksparse.integrations.serving.settings import Settings
-from blocksparse.integrations.serving.split import Split
-from blocksparse.integrations.serving.worth import Worth
-from blocksparse.integrations.vllm import cpu, cuda, register
-from blocksparse.integrations.vllm.engine import Engine
+from blocksparse.hosts.serving.metrics import Counters, Estimates
+from blocksparse.hosts.serving.runs import Split
+from blocksparse.hosts.serving.settings import Settings
+from blocksparse.hosts.serving.worth import Kinds, Worth
+from blocksparse.hosts.vllm import cpu, cuda, register
+from blocksparse.hosts.vllm.engine import Engine
+from blocksparse.observe.audit import Audit
 
 
 @pytest.fixture

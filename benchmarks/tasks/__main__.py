@@ -24,8 +24,8 @@ from benchmarks.tasks.measure import Texts, attention_ms, measure
 from benchmarks.tasks.methods import CEILING, DENSE, methods, plans
 from benchmarks.tasks.report import report
 from benchmarks.tasks.sample import Haystack, Sample
-from blocksparse.demo import TEXT
-from blocksparse.demo.model import Model, load
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.model import Model, load
 
 CAN = 0.6  # what dense attention must score in a task
 WINDOWS_FROM = 0.5  # texts for KL and perplexity come from the second half, prompts of tasks from the first

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from benchmarks.tasks.methods import Method
 from benchmarks.tasks.sample import Sample
-from blocksparse.demo.measure import perplexity
-from blocksparse.demo.model import Model
-from blocksparse.demo.watch import watch
-from blocksparse.integrations.transformers import DensityRecorder, attach
-from blocksparse.tune.prompts import TunePrompt
-from blocksparse.tune.reading import Reading
+from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.tools.demo.measure import perplexity
+from blocksparse.tools.demo.model import Model
+from blocksparse.tools.demo.watch import watch
+from blocksparse.tools.tune.prompts import TunePrompt
+from blocksparse.tools.tune.reading import Reading
 
 _TOKENS_AT_ONCE = 262144  # of prompts that are read in one batch, on a GPU
 

@@ -12,7 +12,7 @@ import blocksparse as bs
 from benchmarks.oracle import TrueMassScorer
 from benchmarks.quality_settings import SETTINGS
 from blocksparse.layers.schedule import LayerPipeline, Schedule
-from blocksparse.tune import Plan
+from blocksparse.tools.tune import Plan
 
 ALWAYS_SPARSE = bs.AutoExecutor(dense_below=0)
 HAVE_BANDS = ("a_shape", "tri_shape", "bfla")  # another band would add nothing

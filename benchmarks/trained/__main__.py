@@ -28,7 +28,7 @@ from benchmarks.trained.report import mean, table
 from benchmarks.trained.tasks import samples as make_samples
 from benchmarks.trained.tasks import tasks
 from benchmarks.trained.texts import KINDS, text_of
-from blocksparse.demo.model import Model, load
+from blocksparse.tools.demo.model import Model, load
 
 CAN = 0.6  # what dense attention must score in a task
 METHODS = ("auto('careful')", "auto()", "auto('fast')")

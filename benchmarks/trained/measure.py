@@ -16,8 +16,8 @@ import blocksparse as bs
 from benchmarks.model import without_attention
 from benchmarks.tasks.measure import density_of
 from benchmarks.tasks.sample import Sample
-from blocksparse.demo.model import Model
-from blocksparse.integrations.transformers import DensityRecorder, attach
+from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.tools.demo.model import Model
 
 DENSE, BOUND = "dense", "no attention"
 """Rows that are not pipelines: the model's own attention, and the model without any, the bound of speedups."""

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from blocksparse.demo import TEXT
+from blocksparse.tools.demo import TEXT
 
 Half = Literal["choose", "report"]
 JARGON = Path(__file__).parents[2] / "examples/data/jargon.txt"

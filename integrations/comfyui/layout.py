@@ -9,7 +9,7 @@ from typing import Any, final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.integrations.token_layout import Sizes, TokenLayout
+from blocksparse.hosts.token_layout import Sizes, TokenLayout
 
 _TEXT_BEHIND = ("HunyuanVideo",)  # by the names of models' classes, where they do not say it in their options
 _TEXT_FIRST = ("Flux", "Chroma", "QwenImageTransformer2DModel")  # these put references behind the picture

@@ -18,8 +18,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from blocksparse import Pipeline
-from blocksparse.integrations.placed import check_orders, placed
-from blocksparse.integrations.token_layout import TokenLayout
+from blocksparse.hosts.token_layout import TokenLayout, check_orders, placed
 
 from .layout import Latents, token_layout
 

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src" / "blocksparse"
 # What needs other packages, and the command line.
-HOSTS = ("bench", "cli", "demo", "inspection", "integrations", "tune")
+HOSTS = ("hosts", "tools")
 BACKENDS = ("cuda", "rocm", "cpu")
 
 

@@ -24,7 +24,9 @@ from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.masks.grid import Places
 from blocksparse.launch.failures import LaunchError
 from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
+from blocksparse.layers.paged_pipeline import PagedPipeline
 from blocksparse.layers.schedule import Schedule
+from blocksparse.layers.sdpa import scaled_dot_product_attention
 from blocksparse.order.global_index_map import GlobalIndexMap
 from blocksparse.order.grid_orders import (
     ColumnOrder,
@@ -38,7 +40,6 @@ from blocksparse.order.grid_orders import (
 from blocksparse.order.kmeans_order import KMeansOrder
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permutation, Permuter
 from blocksparse.order.segment_sort import SegmentKeySort, SegmentQuerySort
-from blocksparse.paged_pipeline import PagedPipeline
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.auto import AutoChoice, Quality, auto
 from blocksparse.presets.text import (
@@ -66,7 +67,6 @@ from blocksparse.score.output_aware import OutputAwareScorer
 from blocksparse.score.pooled import MeanLogitScorer, MeanPoolScorer, PrefixOrderScorer, RotaryBandScorer
 from blocksparse.score.scorer import BlockLogits, BlockMass, BlockScores, NoScorer, Scorer, ValueScorer
 from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
-from blocksparse.sdpa import scaled_dot_product_attention
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorByCausality, SelectorPair, SharedByGroup
 from blocksparse.select.grid_rules import Frames, GridSelector, Radial, TileWindow

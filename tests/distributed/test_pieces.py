@@ -7,9 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order
-from blocksparse.distributed.regions import regions
-from blocksparse.distributed.shares import shares, spread
+from blocksparse.distributed.heads import shares, spread
+from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order, regions
 
 
 @pytest.mark.parametrize("both_ends", [False, True])

@@ -18,7 +18,7 @@ def difference(rank: int, folder: Path) -> tuple[float, float]:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
-    from blocksparse.integrations.transformers import attach
+    from blocksparse.hosts.transformers import attach
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun does
     torch.manual_seed(0)

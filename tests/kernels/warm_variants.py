@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 import blocksparse as bs
 from blocksparse.execute import int8, tiles
-from blocksparse.integrations.serving.warm import sizes
+from blocksparse.hosts.serving.warm import sizes
 from blocksparse.kernels.attention import gather_attention
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import every_preset

@@ -11,8 +11,8 @@ from tests.papers.readings import Small, check, small, some_cases, top
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.distributed.call import Call
-from blocksparse.distributed.whole import attend
+from blocksparse.distributed.ranks import Call
+from blocksparse.distributed.scheme import attend_whole
 from blocksparse.inputs import checked
 from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.testing import make_qkv
@@ -127,7 +127,7 @@ def test_who_passes_values_and_who_refuses() -> None:
     assert torch.equal(KeptChoices(2).attend(0, pipeline, q, k, v).out, want)
     spec = checked(q, k, v, {})[3]
     call = Call(spec, with_lse=False, Hq=2, Hkv=1)
-    assert torch.equal(attend(pipeline, q, k, lambda: v, call, dense=False).out, want)
+    assert torch.equal(attend_whole(pipeline, q, k, lambda: v, call, dense=False).out, want)
     assert torch.equal(bs.HeadGroups({(0,): pipeline})(q, k, v), want)
     with pytest.raises(ValueError, match=r"OutputAwareScorer judges blocks by values.*pipeline.choose\(q, k, v\)"):
         pipeline.choose(q, k)

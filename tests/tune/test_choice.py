@@ -13,13 +13,10 @@ from attrs import evolve
 
 pytest.importorskip("scipy")
 
-from blocksparse.plans.plan import AtLength, Try
-from blocksparse.tune.choice import Option, choose
-from blocksparse.tune.cost import Line
-from blocksparse.tune.guess import hoped_losses
-from blocksparse.tune.guided_choice import GuidedChoice
-from blocksparse.tune.unit import Key, Unit
-from blocksparse.tune.verify import plan_that_fits
+from blocksparse.presets.plan import AtLength, Try
+from blocksparse.tools.tune.choice import GuidedChoice, Option, choose, hoped_losses
+from blocksparse.tools.tune.cost import Key, Line, Unit
+from blocksparse.tools.tune.verify import plan_that_fits
 
 
 def drawn(seed: int, units: int = 5, options: int = 4) -> list[list[Option]]:

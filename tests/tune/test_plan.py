@@ -17,10 +17,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
 
 import blocksparse as bs
-from blocksparse.integrations.transformers import DensityRecorder, attach
-from blocksparse.plans.fingerprint import Fingerprint
-from blocksparse.plans.plan import AtLength, Evidence, Part, Try
-from blocksparse.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
+from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Try
+from blocksparse.tools.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
 from tests.tune import tiny
 
 
@@ -227,8 +226,8 @@ def test_the_package_needs_no_extra_until_it_tunes() -> None:
     """The command line may hook the command in, and say what is missing, where the extra is not installed."""
     code = (
         "import sys; extra = 'transformers', 'scipy', 'cattrs', 'rich'; sys.modules.update(dict.fromkeys(extra));"
-        "from blocksparse.cli.main import main;"
-        "from blocksparse.tune import Plan;"
+        "from blocksparse.tools.cli.main import main;"
+        "from blocksparse.tools.tune import Plan;"
         "sys.exit(main(['tune', 'model']))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -11,12 +11,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 pytest.importorskip("cattrs")
 
-from blocksparse.demo import TEXT
-from blocksparse.demo.model import load
-from blocksparse.integrations.transformers import attach
-from blocksparse.tune import Budget, Candidate, prompts_from_text, tune
-from blocksparse.tune.reading import Reading
-from blocksparse.tune.sensitivity import Bench
+from blocksparse.hosts.transformers import attach
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.model import load
+from blocksparse.tools.tune import Budget, Candidate, prompts_from_text, tune
+from blocksparse.tools.tune.reading import Reading
+from blocksparse.tools.tune.sensitivity import Bench
 from tests.real_model import converted, needs_real_model
 
 

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from blocksparse import Schedule
-from blocksparse.cli.main import main
-from blocksparse.integrations.transformers import DensityRecorder, attach
-from blocksparse.tune import (
+from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.tools.cli.main import main
+from blocksparse.tools.tune import (
     Budget,
     Candidate,
     Plan,
@@ -35,14 +35,12 @@ from blocksparse.tune import (
     prompts_from_text,
     tune,
 )
-from blocksparse.tune.cost import Costs
-from blocksparse.tune.journal import Journal
-from blocksparse.tune.progress import Work
-from blocksparse.tune.prompts import by_length
-from blocksparse.tune.reading import Reading
-from blocksparse.tune.sensitivity import Bench
-from blocksparse.tune.sparge_search import ErrorBounds, sparge_search
-from blocksparse.tune.unit import DENSE, Unit
+from blocksparse.tools.tune.cost import DENSE, Costs, Unit
+from blocksparse.tools.tune.journal import Journal, Work
+from blocksparse.tools.tune.prompts import by_length
+from blocksparse.tools.tune.reading import Reading
+from blocksparse.tools.tune.sensitivity import Bench
+from blocksparse.tools.tune.sparge_search import ErrorBounds, sparge_search
 from tests.tune import tiny
 
 
@@ -453,7 +451,7 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
 def test_as_many_prompts_compare_and_verify_as_were_asked_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, held: int
 ) -> None:
-    import blocksparse.cli.tune as command
+    import blocksparse.tools.cli.tune as command
 
     seen: list[list[TunePrompt]] = []
 
@@ -486,7 +484,7 @@ def test_as_many_prompts_compare_and_verify_as_were_asked_for(
 def test_of_one_length_prompts_half_as_long_are_made_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import blocksparse.cli.tune as command
+    import blocksparse.tools.cli.tune as command
 
     made: list[int] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blocksparse.tune import Candidate, TunePrompt
+from blocksparse.tools.tune import Candidate, TunePrompt
 
 LAYERS, HEADS, KV_HEADS, VOCABULARY, TOKENS = 3, 4, 2, 260, 256
 

@@ -1,13 +1,28 @@
-"""Which consecutive tokens each rank has."""
+"""The tokens that each rank has, the pairs of two pieces as rectangles of blocks, and the order of all keys.
+
+Piece    Which consecutive tokens each rank has.
+Region   The pairs of a piece of queries and a piece of keys, in rectangles of blocks that executors can attend
+         to.
+probed   The order of all keys, for stages that see only a part of the queries.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import singledispatch
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
+from attrs import evolve, frozen
 from torch import Tensor
+
+from blocksparse.distributed.ranks import Call, Ranks
+from blocksparse.grid import Grid
+from blocksparse.order.permutation import GlobalPermutation, Permuter
+from blocksparse.order.segment_sort import SegmentKeySort, SegmentQuerySort
+from blocksparse.select.block_mask import BlockMask
+from blocksparse.spec import AttentionSpec
 
 
 class Piece(NamedTuple):
@@ -113,3 +128,140 @@ def refuse_cuts(pieces: Sequence[Sequence[Piece]], at: int, what: str) -> None:
             f"shards of {what} must begin at multiples of {at} tokens, by which this pipeline chooses blocks, as "
             f"shard() cuts them: one begins at position {wrong[0]}"
         )
+
+
+class Region(NamedTuple):
+    """Queries and keys, either all keys before all queries, or the same tokens and causal."""
+
+    queries: Piece
+    keys: Piece
+    causal: bool
+
+
+def regions(queries: Piece, keys: Piece, *, causal: bool) -> Iterator[Region]:
+    """The regions that cover all pairs which queries may see, each pair once."""
+    if not causal or keys.end <= queries.start:
+        yield Region(queries, keys, False)
+        return
+    own = Piece(max(queries.start, keys.start), min(queries.end, keys.end))  # the tokens that both pieces have
+    if own.length <= 0:
+        return
+    if keys.start < own.start:
+        yield Region(queries, Piece(keys.start, own.start), False)
+    yield Region(own, own, True)
+    if own.end < queries.end:
+        yield Region(Piece(own.end, queries.end), own, False)
+
+
+class Choice(NamedTuple):
+    """The blocks that a piece of queries keeps among all keys that it may see."""
+
+    piece: Piece
+    keep: Tensor  # [B, H, rows, cols] bool
+    k_index: Tensor | None  # [B, H, 1, keys] int32
+    q_index: Tensor | None  # [B, Hq, M] int32
+    q_block: int
+    k_block: int
+
+    @classmethod
+    def of(cls, piece: Piece, masks: list[tuple[GlobalPermutation, BlockMask]]) -> Choice:
+        """What was chosen in each KV head, one after another."""
+        k_index = _heads([permutation.k_index for permutation, _ in masks])
+        q_index = _heads([permutation.q_index for permutation, _ in masks])
+        keep, grid = torch.cat([mask.keep for _, mask in masks], dim=1), masks[0][1].grid
+        return cls(piece, keep, k_index, q_index, grid.q_block, grid.k_block)
+
+    def within(self, region: Region, q: Tensor, k: Tensor) -> BlockMask:
+        """What is kept in a region of `q` `[B, Hq, m, D]` and `k` `[B, Hkv, n, D]`."""
+        first = region.queries.start - self.piece.start
+        rows = slice(first // self.q_block, -(-(first + region.queries.length) // self.q_block))
+        cols = slice(region.keys.start // self.k_block, -(-region.keys.end // self.k_block))
+        k_index, q_index = self.k_index, self.q_index
+        permutation = GlobalPermutation(
+            None if k_index is None else k_index[..., region.keys.start : region.keys.end] - region.keys.start,
+            None if q_index is None else q_index[..., first : first + region.queries.length] - first,
+        )
+        spec = AttentionSpec(scale=1.0, causal=region.causal)  # a grid asks for no scale
+        grid = Grid.of(q, k, permutation, spec, q_block=self.q_block, k_block=self.k_block)
+        return BlockMask(self.keep[:, :, rows, cols], grid)
+
+
+def _heads(index: list[Tensor | None]) -> Tensor | None:
+    """The maps of all heads; None if tokens stay in place, which does not depend on the head."""
+    return torch.cat([each for each in index if each is not None], dim=1) if index[0] is not None else None
+
+
+@singledispatch
+def probed(permuter: object) -> int:
+    """How many of the last queries of the whole call order its keys."""
+    del permuter
+    return 0
+
+
+@probed.register
+def _(permuter: SegmentKeySort) -> int:
+    return permuter.probe
+
+
+@probed.register
+def _(permuter: SegmentQuerySort) -> int:
+    return probed(permuter.keys)
+
+
+def last_queries(q: Tensor, pieces: Sequence[Sequence[Piece]], count: int, ranks: Ranks) -> Tensor | None:
+    """The `count` last queries of all ranks, `[B, Hq, count, D]`, or all if there are fewer; None for 0.
+
+    Args:
+        q: the queries of this rank, `[B, Hq, M, D]`, one piece behind the other.
+        pieces: those of each rank.
+    """
+    if not count:
+        return None
+    end = max(piece.end for its in pieces for piece in its)
+    found = []
+    for piece, rank in sorted((piece, rank) for rank, its in enumerate(pieces) for piece in its):
+        first = max(piece.start, end - count)
+        if first >= piece.end:
+            continue
+        if rank == ranks.rank:
+            skipped = sum(other.length for other in pieces[rank][: pieces[rank].index(piece)])
+            start = skipped + first - piece.start
+            part = q[:, :, start : start + piece.end - first].contiguous()
+        else:
+            part = q.new_empty((*q.shape[:2], piece.end - first, q.shape[3]))
+        found.append(ranks.from_rank(part, rank))
+    return torch.cat(found, dim=2)
+
+
+@singledispatch
+def for_chunks(permuter: Permuter[Any], probe: Tensor | None, k: Tensor, call: Call) -> Permuter[Any]:
+    """A permuter that orders a chunk's tokens as `permuter` orders them in the whole call.
+
+    Args:
+        probe: the last queries of the whole call, `[B, Hq, probed(permuter), D]` or all if there are fewer.
+        k: the keys of the whole call, `[B, Hkv, N, D]`.
+    """
+    del probe, k, call
+    return permuter
+
+
+@for_chunks.register
+def _(permuter: SegmentKeySort, probe: Tensor, k: Tensor, call: Call) -> Permuter[Any]:
+    return _Cut(permuter(probe, k, call.spec))
+
+
+@for_chunks.register
+def _(permuter: SegmentQuerySort, probe: Tensor | None, k: Tensor, call: Call) -> Permuter[Any]:
+    return evolve(permuter, keys=for_chunks(permuter.keys, probe, k, call))
+
+
+@final
+@frozen(eq=False)
+class _Cut(Permuter[GlobalPermutation]):
+    """The first keys of an order inside segments."""
+
+    whole: GlobalPermutation
+
+    def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
+        index = self.whole.k_index
+        return evolve(self.whole, k_index=None if index is None else index[..., : k.shape[2]])

@@ -1,21 +1,36 @@
-"""The base class of the ways to spread one call of attention over ranks."""
+"""The base classes of the ways to spread one call of attention over ranks.
+
+Scheme           The base class of the ways to spread one call of attention over ranks.
+SequenceScheme   The base class of schemes in which queries stay on the rank that has them.
+is_dense         Attention of whole sequences, or of a chunk of their queries, on one rank.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
 
-from attrs import Factory, field, frozen
+import torch
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from blocksparse.check.class_line import of_parts
+from blocksparse.check.validators import a, flag
 from blocksparse.custom_op import OpaqueCall, node
-from blocksparse.distributed.call import Call, checked
-from blocksparse.distributed.ranks import Ranks
+from blocksparse.distributed.heads import refuse_apart, shares
+from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order, taken
+from blocksparse.distributed.ranks import Call, Ranks, checked
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.execute.executor import AttentionOutput
 from blocksparse.inputs import check_inputs
 from blocksparse.launch.torch_modes import is_transformed, without_autocast
 from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.order.permutation import Permuter
+from blocksparse.pipeline import Pipeline
+from blocksparse.score.scorer import ValueScorer
 from blocksparse.spec import Asked, AttentionSpec
 
 
@@ -97,3 +112,104 @@ class Scheme(ABC):
         Raises:
             ValueError: there are too few tokens for so many ranks, or the pipeline cannot be cut.
         """
+
+
+@frozen(eq=False)
+class SequenceScheme(Scheme):
+    """Every rank attends in all heads with its own queries. It takes a pipeline, not another scheme."""
+
+    head_tail: bool = field(default=False, validator=flag, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        a(Pipeline).check(attention=self.attention)
+
+    @property
+    def _pipeline(self) -> AnyPipeline:
+        assert isinstance(self.attention, Pipeline)
+        return self.attention
+
+    def _aligned(self, causal: bool, heads: tuple[int, int] | None = None) -> int:
+        """By how many tokens queries may be cut, for each rank to choose as one process would.
+
+        Args:
+            heads: the query heads and KV heads of the call, where they are known.
+
+        Raises:
+            ValueError: a stage may choose otherwise for a part of the queries.
+        """
+        pipeline = self._pipeline
+        try:
+            return of_parts(causal, pipeline.permuter, pipeline.scorer, pipeline.selector)
+        except ValueError as error:
+            raise ValueError(f"{error}; {self._way_out(heads)}") from error
+
+    def _way_out(self, heads: tuple[int, int] | None) -> str:
+        by_rows = "give a pipeline that chooses in each row of blocks by itself, as auto() does"
+        if heads is None:
+            return f"use Ulysses, whose ranks divide the heads, or {by_rows}"
+        try:
+            shares(*heads, self._ranks.size, [1.0] * heads[0], 1)
+            refuse_apart(self._pipeline, split=self._ranks.size > heads[1])
+        except ValueError:  # Ulysses would refuse these heads
+            return by_rows
+        return "use Ulysses, which runs this pipeline on whole sequences"
+
+    def _pieces(self, tokens: Sequence[int], before: int, at: int) -> list[list[Piece]]:
+        """The pieces of each rank, which has so many tokens."""
+        return head_tail(tokens, before, at) if self.head_tail else in_order(tokens, before)
+
+    def shard(self, x: Tensor, dim: int = 2, *, before: int = 0, causal: bool = True) -> Tensor:
+        at = self._aligned(causal)
+        pieces = cut(x.shape[dim], self._ranks.size, before, at, both_ends=self.head_tail)[self._ranks.rank]
+        return torch.cat(taken(x, pieces, dim, before=before), dim)
+
+
+Later = Callable[[], Tensor]
+"""Waits for a tensor that is on its way, and returns it."""
+
+
+def is_dense(pipeline: AnyPipeline, q: Tensor, k: Tensor, Dv: int, call: Call, *, M: int, N: int) -> bool:
+    """Whether the executor would have the whole call, of `M` queries and `N` keys in all heads, attend densely."""
+    if call.with_lse:
+        return False
+    B, D = q.shape[0], q.shape[3]
+    # Shapes, dtype and device are all that an executor may ask for, so these tensors take no memory.
+    shapes = (B, call.Hq, M, D), (B, call.Hkv, N, D), (B, call.Hkv, N, Dv)
+    all_q, all_k, all_v = (x.new_empty(()).expand(shape) for x, shape in zip((q, k, k), shapes, strict=True))
+    return pipeline.dense_because(all_q, all_k, all_v, call.spec) is not None
+
+
+def attend_whole(
+    pipeline: AnyPipeline,
+    q: Tensor,
+    k: Tensor,
+    v: Later,
+    call: Call,
+    *,
+    dense: bool,
+    permuter: Permuter[Any] | None = None,
+) -> AttentionOutput:
+    """Attention of `q` `[B, Hq, M, D]`, the last queries of a causal call, to `k` `[B, Hkv, N, D]`.
+
+    Blocks are chosen before `v` is waited for, unless the scorer judges by values. The output says which blocks
+    were visited, unless it is dense.
+
+    Args:
+        permuter: what orders tokens instead of the pipeline's own permuter.
+
+    Raises:
+        ValueError: the call is for an lse, and the executor gives none.
+    """
+    if dense:
+        return AttentionOutput(dense_attention(q, k, v(), call.spec), None)
+    if permuter is not None:
+        pipeline = evolve(pipeline, permuter=permuter)
+    values = v() if isinstance(pipeline.scorer, ValueScorer) else None
+    choice = pipeline.choose(q, k, values, **call.spec.arguments())
+    output = pipeline.attend(q, k, v() if values is None else values, choice)
+    if call.with_lse and output.lse is None:
+        raise ValueError(
+            f"{type(pipeline.executor).__name__} gives no lse for tensors on {q.device.type}: call without it, or "
+            "choose another executor"
+        )
+    return replace(output, visit=output.visit or choice.mask)

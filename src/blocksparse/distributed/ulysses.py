@@ -14,13 +14,9 @@ from blocksparse.batch.sequences import Sequences
 from blocksparse.check.per_head import HeadValues, PerHead, at_least_0, maybe_per_head
 from blocksparse.check.validators import a, optional, size
 from blocksparse.check.validators import whole as a_whole_number
-from blocksparse.distributed import whole
-from blocksparse.distributed.call import Call, checked, lengths
-from blocksparse.distributed.head_exchange import Arriving, back
-from blocksparse.distributed.heads import of_heads, refuse_apart
-from blocksparse.distributed.ranks import Transfer
-from blocksparse.distributed.scheme import Scheme
-from blocksparse.distributed.shares import shares
+from blocksparse.distributed.heads import Arriving, back, of_heads, refuse_apart, shares
+from blocksparse.distributed.ranks import Call, Transfer, checked, lengths
+from blocksparse.distributed.scheme import Later, Scheme, attend_whole, is_dense
 from blocksparse.execute.executor import AttentionOutput
 from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.layers.head_groups import AnyPipeline, Heads
@@ -192,10 +188,10 @@ def _here(x: Tensor) -> Tensor:
     return x
 
 
-def _attend(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: whole.Later, Dv: int, call: Call) -> AttentionOutput:
+def _attend(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Later, Dv: int, call: Call) -> AttentionOutput:
     """Attention of whole sequences; whether it is dense follows from all heads of the call."""
-    dense = whole.is_dense(pipeline, q, k, Dv, call, M=q.shape[2], N=k.shape[2])
-    return whole.attend(pipeline, q, k, v, call, dense=dense)
+    dense = is_dense(pipeline, q, k, Dv, call, M=q.shape[2], N=k.shape[2])
+    return attend_whole(pipeline, q, k, v, call, dense=dense)
 
 
 def _wait(transfers: Sequence[Transfer]) -> None:

@@ -1,4 +1,4 @@
-"""`Schedule` says which pipeline attends in which layer of a model."""
+"""`Schedule` says what attends in each layer, and which layers a text model has."""
 
 from __future__ import annotations
 
@@ -6,10 +6,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from attrs import field, frozen
+from torch import Tensor
 
 from blocksparse.check.validators import is_whole, shown, size, whole
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, named_twice
 from blocksparse.pipeline import Pipeline
+
+
+def text_config(network: Any) -> Any:
+    """The config of the text model, which multimodal models keep inside of their own."""
+    return network.config.get_text_config(decoder=True)
+
+
+def base_model(network: Any) -> Any:
+    """The model below the head, which returns a `last_hidden_state` `[B, N, C]`."""
+    return network.base_model
+
+
+def logits_of(network: Any, hidden: Tensor) -> Tensor:
+    """Logits `[..., V]` of hidden states `[..., C]`, in fp32, with the cap that Gemma has on them."""
+    logits: Tensor = network.get_output_embeddings()(hidden).float()
+    cap = getattr(text_config(network), "final_logit_softcapping", None)
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
 
 LayerPipeline = AnyPipeline | HeadGroups
 """What attends in one layer."""

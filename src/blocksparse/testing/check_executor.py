@@ -16,12 +16,13 @@ from blocksparse.grid import Grid
 from blocksparse.order.permutation import Permutation
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.spec import AttentionSpec
-from blocksparse.testing.budget import assert_within_budget, masked_attention
-from blocksparse.testing.requirements import (
+from blocksparse.testing.inputs import (
     LENGTHS,
     Case,
     about,
+    assert_within_budget,
     cases,
+    masked_attention,
     orders,
     require,
     unchanged,

@@ -1,1 +1,0 @@
-"""`blocksparse bench`: dense attention against presets, in the user's shapes on the user's machine."""

@@ -1,0 +1,275 @@
+"""What attends in each layer of a model while one of its forward calls runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import get_ident
+from typing import Any, final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+
+from blocksparse.hosts.diffusers.families import Arguments, Family
+from blocksparse.hosts.diffusers.layer import Keeping, Recorded, StepCounter
+from blocksparse.hosts.token_layout import TokenLayout, placed
+from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.observe.audit import Audit, AuditedPipeline
+from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.pipeline import Pipeline
+
+_MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
+
+Attention = LayerPipeline | AuditedPipeline | Recorded | Keeping
+Placed = Mapping[tuple[int | None, int], Attention]
+"""What attends, by the key of a pipeline and the number of tokens of text."""
+
+
+@final
+@frozen(eq=False)
+class Phase:
+    """What attends in each layer from a denoising step on.
+
+    Args:
+        first: the step.
+        pipelines: every pipeline by a key, which is its layer if calls are recorded.
+        keys: the key of each layer, None for a dense one.
+        choosers: the layer that chooses for each layer.
+    """
+
+    first: int
+    pipelines: Mapping[int, LayerPipeline]
+    keys: tuple[int | None, ...]
+    choosers: tuple[int, ...]
+
+
+@final
+@define(eq=False)
+class ForwardCall:
+    """One forward call of a model: its tokens, and what attends to them. Compiled code reads it."""
+
+    layout: TokenLayout
+    placed: Placed
+    dense: str | None  # why all attention of the call is dense
+    thread: int | None  # None for no call
+
+
+_NO_CALL = ForwardCall(TokenLayout(()), {}, "outside a forward call", None)
+
+
+@final
+@define(eq=False)
+class Adapter:
+    """The state of an attached model: what attends in each layer, and the forward call that runs now, if one does.
+
+    Args:
+        phases: what attends, from the first step on; at least one.
+        dense_steps: the denoising steps in which all attention is dense.
+        min_tokens: calls with fewer tokens are dense.
+        choices: keeps what layers chose for several steps; None if each call chooses.
+    """
+
+    family: Family
+    config: Any
+    phases: tuple[Phase, ...]
+    dense_steps: frozenset[int]
+    min_tokens: int
+    recorder: DensityRecorder | None
+    audit: Audit | None = None
+    choices: KeptChoices | None = None
+    now: ForwardCall = _NO_CALL
+    phase: Phase = field(init=False)  # of the step of the last forward call
+    _steps: StepCounter = field(init=False)
+    _kept: dict[Any, Placed] = field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.phase = self.phases[0]
+        self._steps = StepCounter(self.family.rising)
+
+    def begin(self, given: Arguments, *, trains: str | None = None) -> None:
+        """Take note of the arguments of a forward call that begins.
+
+        Args:
+            trains: why all attention of the call is dense, if it belongs to a training step.
+
+        Raises:
+            RuntimeError: another forward call of the model still runs.
+            ValueError: a pipeline does not fit the layout.
+        """
+        if self.elsewhere:
+            raise RuntimeError(
+                "a forward call of this model still runs in another thread; an attached model runs one at a time"
+            )
+        if self.dense_steps or self.choices is not None or len(self.phases) > 1:
+            # Per frame or token in some models, which may not all be at one timestep. Exact if they are.
+            timestep = float(torch.as_tensor(self.family.timestep(given)).cpu().double().mean())
+            prompt = self.family.prompt(given)
+            step = self._steps.at(timestep, prompt)
+            self.phase = [phase for phase in self.phases if phase.first <= step][-1]
+            if self.choices is not None:
+                self.choices.begin(step, prompt)
+            if step in self.dense_steps:
+                self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
+                return
+        if trains is not None:
+            self.now = ForwardCall(TokenLayout(()), {}, trains, get_ident())
+            return
+        layout = self.family.layout(self.config, given)
+        if layout is None:
+            self.now = ForwardCall(TokenLayout(()), {}, "tokens of no whole grid", get_ident())
+        else:
+            # Not the model's device, which may be offloaded.
+            device = next(x.device for x in given.values() if isinstance(x, Tensor))
+            self.now = ForwardCall(layout, self._placed(layout, device), None, get_ident())
+
+    def end(self) -> None:
+        """Take note that the forward call of this thread has ended, by an exception or not."""
+        if not self.elsewhere:
+            self.now = _NO_CALL
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a forward call runs in another thread.
+
+        One of this thread has ended, even if that was not noted: PyTorch calls no hook after an interrupt from the
+        keyboard.
+        """
+        return self.now.thread not in (None, get_ident())
+
+    def _placed(self, layout: TokenLayout, device: torch.device) -> Placed:
+        kept = layout.grids, layout.texts, device, self.phase.first
+        if kept not in self._kept:
+            while len(self._kept) >= _MAX_LAYOUTS:
+                self._kept.pop(next(iter(self._kept)))
+            pipelines = self.phase.pipelines
+            different = {id(pipeline): pipeline for pipeline in pipelines.values()}
+            once = {
+                (same, text): placed(pipeline, layout.grids, text, device)
+                for same, pipeline in different.items()
+                for text in layout.texts
+            }
+            self._kept[kept] = {
+                (key, text): self._recorded(once[id(pipeline), text], key)
+                for key, pipeline in pipelines.items()
+                for text in layout.texts
+            }
+        return self._kept[kept]
+
+    def _recorded(self, pipeline: LayerPipeline, key: int) -> Attention:
+        if self.choices is not None and isinstance(pipeline, Pipeline):
+            return Keeping(pipeline, key, self.phase.choosers[key], self.choices, self.recorder, self.audit)
+        audited = pipeline if self.audit is None else AuditedPipeline(pipeline, key, self.audit)
+        return audited if self.recorder is None else Recorded(audited, key, self.recorder)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        *,
+        ranks: int = 1,
+        dense: Callable[[], Tensor],
+    ) -> Tensor:
+        """Attend `q` `[B, Hq, N, D]` to `k` and `v` `[B, Hkv, N, D]` by the pipeline of `layer`, or by `dense()`.
+
+        `q` may lack tokens of text at the front.
+
+        Args:
+            ranks: over how many ranks of Ulysses the tokens were spread, each with its own part of the text.
+        """
+        if reason := self._dense_because(layer, q, k, v, attn_mask, dropout_p, is_causal):
+            self.saw_dense(layer, reason)
+            return dense()
+        layout, by_text, key = self.now.layout, self.now.placed, self.phase.keys[layer]
+
+        def attend(text: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+            pipeline = by_text[key, text]
+            return lambda q, k, v: pipeline(q, k, v, causal=False, scale=scale)
+
+        if ranks > 1:
+            q, k, v = (layout.gathered(x, ranks) for x in (q, k, v))
+        out = layout.attend(attend, q, k, v, padded=attn_mask is not None)
+        return layout.scattered(out, ranks) if ranks > 1 else out
+
+    def saw_dense(self, layer: int, reason: str) -> None:
+        """Record a dense call."""
+        # Inside torch.compile this would run only when the graph is traced, so nothing is recorded there.
+        if self.recorder is not None and not torch.compiler.is_compiling():
+            self.recorder.saw_dense(layer, reason)
+
+    def dense_before_gathering(
+        self, layer: int, q: Tensor, attn_mask: Tensor | None, *, ranks: int, ring: bool
+    ) -> str | None:
+        """The first reason for dense attention that is known before ranks exchange tokens and heads, or None."""
+        if reason := self._dense_anyway(layer):
+            return reason
+        if ring:
+            return "ring attention"
+        layout = self.now.layout
+        if layout.text and not layout.together and (layout.text % ranks or layout.cells % ranks):
+            return "uneven parts of ranks"
+        if attn_mask is not None:
+            return "mask"
+        return "gradients" if torch.is_grad_enabled() and q.requires_grad else None
+
+    def _dense_anyway(self, layer: int) -> str | None:
+        """The reason for dense attention that does not depend on the tensors, or None."""
+        return "no pipeline for this layer" if self.phase.keys[layer] is None else self.now.dense
+
+    def _dense_because(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+    ) -> str | None:
+        """The first reason why this call must be dense, or None."""
+        if reason := self._dense_anyway(layer):
+            return reason
+        layout = self.now.layout
+        text, lacking = k.shape[2] - layout.cells, k.shape[2] - q.shape[2]
+        if lacking and not (text == layout.text and 0 < lacking <= layout.lengths(text)[0]):
+            return "cross attention"
+        if text not in layout.texts:
+            return "other tokens"
+        if attn_mask is not None and not (layout.real and len(layout.real) == q.shape[0] and text == layout.text):
+            return "mask"
+        if is_causal:
+            return "causal"
+        if dropout_p:
+            return "dropout"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return "gradients"
+        return "fewer than min_tokens" if q.shape[2] < self.min_tokens else None
+
+
+def layer_names(model: nn.Module, family: Family) -> list[list[str]]:
+    """The names of the attention modules over pictures in each block of the model, in the order of its blocks."""
+    parts = {name: part for name, part in model.named_children() if isinstance(part, nn.ModuleList)}
+    blocks = [
+        (f"{name}.{i}", block)
+        for name in (parts if family.parts is None else family.parts)
+        for i, block in enumerate(parts.get(name, ()))
+    ]
+    found = [
+        [f"{name}.{attention}" for attention in family.attention if _has(block, attention)]
+        for name, block in blocks
+    ]
+    return [names for names in found if names]
+
+
+def _has(block: nn.Module, attention: str) -> bool:
+    """Whether a block has a module of this name, which may be inside another one."""
+    *path, name = attention.split(".")
+    for part in path:
+        block = getattr(block, part, None)  # type: ignore[assignment]
+    return getattr(block, name, None) is not None

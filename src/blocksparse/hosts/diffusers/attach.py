@@ -1,0 +1,179 @@
+"""Sparse attention inside Hugging Face diffusers: `attach(pipe.transformer, sparge(order=HilbertOrder()))`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any
+from uuid import uuid4
+
+from diffusers import ModelMixin
+from torch import nn
+
+from blocksparse.check.validators import a, count, is_whole, optional, shown, size
+from blocksparse.hosts.diffusers.adapter import Adapter, Phase, layer_names
+from blocksparse.hosts.diffusers.attachment import Attachment, Layer
+from blocksparse.hosts.diffusers.backend import BACKEND, OWN, REDIRECT, Backend, Redirect, stand_in
+from blocksparse.hosts.diffusers.families import FAMILIES, LEFT_OUT, Family
+from blocksparse.hosts.diffusers.family import the_timestep
+from blocksparse.hosts.token_layout import check_orders
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
+from blocksparse.observe.audit import Audit
+from blocksparse.observe.density_recorder import DensityRecorder
+
+
+def attach(
+    model: ModelMixin,
+    pipeline: LayerPipeline | Schedule,
+    *,
+    dense_steps: Sequence[int] = (),
+    by_step: Mapping[int, LayerPipeline | Schedule] | None = None,
+    choose_every: int | None = None,
+    min_tokens: int = 512,
+    recorder: DensityRecorder | None = None,
+    audit: Audit | None = None,
+    family: Family | None = None,
+) -> Attachment:
+    """Let `pipeline` attend wherever tokens of pictures or videos attend to one another in `model`.
+
+    This lasts until `detach()` is called, or for a `with` block:
+
+        with attach(pipe.transformer, sparge(order=HilbertOrder()), dense_steps=range(5)):
+            pipe(prompt)
+
+    Attention is not causal. Orders without a grid get that of each call. Text in the same sequence is always kept,
+    as keys of all queries and with all keys for its own queries. Its padding is left out.
+
+    Args:
+        model: the transformer of a pipeline, one of the classes in `FAMILIES`.
+        pipeline: what attends in every layer; or a `Schedule`, which chooses by the index of the block: blocks are
+            counted from 0 in the order in which the model runs them.
+        dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
+            diffusers pipeline: another one is known by a timestep nearer to noise, or by another prompt.
+        by_step: what attends instead of `pipeline` from these steps on, such as `{25: subblock(0.15)}` for a
+            smaller budget in the later half; counted as `dense_steps` are.
+        choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
+            them; None for one. What is chosen belongs to the tensor of the prompt that a diffusers pipeline passes
+            in every step: so each half of classifier-free guidance has choices of its own, and so has each run.
+            Not for compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says how old choices were.
+        min_tokens: attention over fewer tokens than this stays dense.
+        recorder: gets a record of what each call did; if None, nothing is recorded.
+        audit: compares a few random queries of some sparse calls with dense attention; None for no audit. Where
+            choices are kept, it says how much mass they still cover; a layer that crosses a bound chooses anew, or
+            the one whose choice it takes does in the next step.
+        family: how a model that is not known lays out its tokens.
+
+    Raises:
+        TypeError: `model` is not a model of diffusers, or `pipeline` is not a pipeline.
+        ValueError: the model is not known, is attached already, or lacks a layer that the schedule names; or an
+            order places text by itself.
+    """
+    if not isinstance(model, ModelMixin):
+        raise TypeError(
+            f"'model' must be a model of diffusers: {type(model).__name__}; "
+            "of a pipeline give the transformer, of a compiled model the model in it; language models have "
+            "integrations.transformers.attach"
+        )
+    schedules = {0: schedule_of(pipeline)} | _by_step(by_step)
+    if not isinstance(dense_steps, Sequence) or not all(map(is_whole, dense_steps)):
+        raise TypeError(f"'dense_steps' must be a sequence of whole numbers: {shown(dense_steps)}")
+    count.check(**{f"dense_steps[{i}]": step for i, step in enumerate(dense_steps)})
+    size.check(min_tokens=min_tokens)
+    optional(size).check(choose_every=choose_every)
+    optional(a(DensityRecorder)).check(recorder=recorder)
+    optional(a(Audit)).check(audit=audit)
+    optional(a(Family)).check(family=family)
+    family = family or FAMILIES.get(type(model).__name__)
+    if family is None:
+        reason = LEFT_OUT.get(type(model).__name__, f"not one of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"{type(model).__name__} is not a known transformer ({reason}): "
+            "give family=Family(...), which says where its tokens stand"
+        )
+    told = "timestep" in signature(type(model).forward).parameters
+    told_by = {
+        "dense_steps": dense_steps, "by_step": by_step, "choose_every": choose_every,
+        "same_choice": any(each.same_choice for each in schedules.values()),
+    }  # fmt: skip
+    if any(told_by.values()) and not told and family.timestep is the_timestep:
+        name = next(name for name, given in told_by.items() if given)
+        raise ValueError(f"'{name}' needs a model that is told the 'timestep', and {type(model).__name__} is not")
+    names = layer_names(model, family)
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}"
+        )
+    keeps = choose_every is not None or any(each.same_choice for each in schedules.values())
+    apart = recorder is not None or audit is not None or keeps or len(schedules) > 1
+    phases = tuple(_phase(first, schedules[first], len(names), apart=apart) for first in sorted(schedules))
+    attentions = [attention for phase in phases for attention in phase.pipelines.values()]
+    if choose_every and any(isinstance(attention, HeadGroups) for attention in attentions):
+        raise ValueError("'choose_every' keeps what pipelines choose, and HeadGroups are several: leave it out")
+    for attention in attentions:
+        check_orders(attention)
+    adapter = Adapter(
+        family, model.config, phases, frozenset(map(int, dense_steps)), int(min_tokens), recorder, audit,
+        KeptChoices(int(choose_every or 1)) if keeps else None,
+    )  # fmt: skip
+    return Attachment.of(model, _layers(model, names, phases[0].keys, adapter, apart=apart), adapter)
+
+
+def _by_step(by_step: object) -> dict[int, Schedule]:
+    """The schedules by the steps from which on they attend."""
+    if by_step is None:
+        return {}
+    if not isinstance(by_step, Mapping) or not all(map(is_whole, by_step)):
+        raise TypeError(f"'by_step' must be a mapping of steps to pipelines: {shown(by_step)}")
+    for step in by_step:
+        size.check(**{"a step of by_step": step})
+    return {int(step): schedule_of(attention) for step, attention in by_step.items()}
+
+
+def _phase(first: int, schedule: Schedule, layers: int, *, apart: bool) -> Phase:
+    """What attends by a schedule from the step `first` on.
+
+    Raises:
+        ValueError: there is no such layer as one that the schedule names.
+    """
+    by_layer = schedule.resolve(layers)
+    keys = tuple(_key(layer, by_layer, apart=apart) for layer in range(layers))
+    pipelines = {
+        key: attention for key, attention in zip(keys, by_layer, strict=True) if key is not None and attention
+    }
+    return Phase(first, pipelines, keys, schedule.choosers(layers))
+
+
+def _key(layer: int, by_layer: Sequence[LayerPipeline | None], *, apart: bool) -> int | None:
+    """The first layer that has the same pipeline, or if told apart the layer itself; None if it is dense."""
+    if by_layer[layer] is None:
+        return None
+    return layer if apart else next(i for i, other in enumerate(by_layer) if other is by_layer[layer])
+
+
+def _layers(
+    model: nn.Module, names: Sequence[Sequence[str]], keys: Sequence[int | None], adapter: Adapter, *, apart: bool
+) -> tuple[Layer, ...]:
+    """Every attention module over pictures, with the processor that stands in for its own.
+
+    Raises:
+        ValueError: a module is attached already, or has no processor.
+    """
+    prefix, routes, layers = f"blocksparse-{uuid4().hex}", dict[Any, Backend | Redirect](), []
+    for layer, name in ((layer, name) for layer, names_of_block in enumerate(names) for name in names_of_block):
+        module = model.get_submodule(name)
+        own = getattr(module, "processor", None)
+        if own is None:
+            raise ValueError(f"{name} of {type(model).__name__} has no attention processor")
+        if hasattr(own, OWN):
+            raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
+        # What layers share is compiled once.
+        asks = hasattr(own, BACKEND) and not adapter.family.redirected
+        route = layer if apart else keys[layer], getattr(own, BACKEND) if asks else REDIRECT
+        if route not in routes and not asks:
+            routes[route] = Redirect(layer, adapter)
+        elif route not in routes:
+            routes[route] = Backend.registered(f"{prefix}-{len(routes)}", getattr(own, BACKEND), layer, adapter)
+        layers.append(Layer(name, module, own, stand_in(own, routes[route]), routes[route]))
+    return tuple(layers)

@@ -1,0 +1,164 @@
+"""What attends in one layer, and the denoising step that a model is in.
+
+Recorded      What attends in one layer: a pipeline that records its calls, or one that attends to what was
+              chosen before.
+StepCounter   Which denoising step a model is in, as far as the model itself can know.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack, final
+from weakref import ref
+
+from attrs import Factory, define, field, frozen
+from torch import Tensor
+
+from blocksparse.custom_op import OpaqueCall, attend
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.inputs import checked
+from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.observe.audit import Audit, AuditedPipeline
+from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.pipeline import Pipeline
+from blocksparse.spec import Asked, AttentionSpec
+
+
+@final
+@frozen(eq=False)
+class Recorded:
+    """A pipeline that is called as it is by itself, and tells a recorder the density of every call,
+    or why it was dense."""
+
+    pipeline: LayerPipeline | AuditedPipeline
+    layer: int
+    recorder: DensityRecorder
+    _call: OpaqueCall = field(
+        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+    )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+        return attend(self._call, q, k, v, asked)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        trace = self.pipeline.trace(q, k, v, **spec.arguments())
+        if trace.dense_because is not None:
+            self.recorder.saw_dense(self.layer, trace.dense_because)
+            return trace.output.out
+        sizes = {"q_len": q.shape[2], "k_len": k.shape[2]}
+        self.recorder.saw_sparse(self.layer, trace.density(), **sizes, causal=spec.causal)
+        return trace.output.out
+
+
+@final
+@define(eq=False)
+class Keeping:
+    """A pipeline whose choices last. It tells a recorder, if there is one, the density and the age of each.
+
+    An audit compares what it attends to with dense attention, now and then. If a bound is crossed, what `chooser`
+    chose is forgotten.
+    """
+
+    pipeline: Pipeline[Any, Any, Any]
+    layer: int
+    chooser: int
+    choices: KeptChoices
+    recorder: DensityRecorder | None
+    audit: Audit | None
+    _crossed: int = field(default=0, init=False)  # calls of the layer that were known to cross a bound
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+        dense, audited = (False, False) if self.audit is None else self.audit.begins(self.layer, may_audit=True)
+        if dense:
+            self._saw_dense("it fell back, as an audit crossed a bound")
+            return dense_attention(*checked(q, k, v, asked))
+        if self.audit is not None and (crossed := self.audit.crossed(self.layer)) > self._crossed:
+            self._crossed = crossed
+            self.choices.forget(self.layer, chooser=self.chooser)
+        kept = self.choices.attend(self.layer, self.pipeline, q, k, v, chooser=self.chooser, **asked)
+        if kept.trace is None:
+            self._saw_dense(kept.dense_because)
+            return kept.out
+        if audited and self.audit is not None:
+            self.audit.compare(self.layer, kept.trace)
+        if self.recorder is not None:
+            sizes = {"q_len": q.shape[2], "k_len": k.shape[2]}
+            self.recorder.saw_sparse(self.layer, kept.trace.density(), **sizes, causal=asked.get("causal", True))
+            self.recorder.saw_age(self.layer, kept.age)
+        return kept.out
+
+    def _saw_dense(self, reason: str) -> None:
+        if self.recorder is not None:
+            self.recorder.saw_dense(self.layer, reason)
+
+
+_Prompts = list[ref[Tensor]]
+
+
+@final
+@define(eq=False)
+class StepCounter:
+    """Counts denoising steps by the timesteps and the prompts that a model is called with.
+
+    Calls with one timestep, as for the two halves of classifier-free guidance, are one step. A timestep nearer to
+    noise than the last one begins another run at step 0. After a run that was interrupted, another one may begin
+    nearer to the picture. It is known by its prompt, a tensor that the last run had not, if this pipeline was seen
+    to pass one tensor in several steps. Where that was a mistake, as for a half of guidance that begins late and
+    comes first, the run's own prompts come back, or each step has a prompt of its own; then the count goes on, and
+    prompts are not asked again.
+
+    What cannot be told: a run that begins where the last one was stopped, or nearer to the picture, with the very
+    same tensor as its prompt, or after a first run that was stopped in its first step; a prompt that a callback
+    replaces once in the middle, which begins a run; and in an inversion, from picture to noise, every step does.
+
+    Args:
+        rising: whether the model's timesteps rise from noise to picture; most fall.
+    """
+
+    rising: bool = False
+    _step: int = 0
+    _last: float | None = None
+    _prompts: _Prompts = field(factory=list)  # of this run
+    _lasting: bool | None = None  # whether prompts tell runs apart; None while it is not known
+    _before: tuple[int, _Prompts] | None = None  # the step and the prompts of the run that a prompt ended
+
+    def at(self, timestep: float, prompt: Tensor | None = None) -> int:
+        """The step that a call with this timestep belongs to, from 0 on.
+
+        Args:
+            prompt: a tensor that the host passes in every step of one run, or of one half of its guidance.
+        """
+        now, known = -timestep if self.rising else timestep, _holds(self._prompts, prompt)
+        if self._last is None or now > self._last:
+            self._begin(None)
+        elif self._before is not None and _holds(self._before[1], prompt):
+            self._go_on(nearer=now < self._last)
+        elif now < self._last and self._lasting and prompt is not None and not known:
+            if self._before is not None and self._step == 0:  # a run of one step: prompts are made anew in each
+                self._go_on(nearer=True)
+            else:
+                self._begin((self._step, self._prompts))
+        elif now < self._last:
+            self._step += 1
+            if known and self._lasting is None:
+                self._lasting = True
+        if prompt is not None and not _holds(self._prompts, prompt):
+            self._prompts = [each for each in self._prompts if each() is not None] + [ref(prompt)]
+        self._last = now
+        return self._step
+
+    def _go_on(self, *, nearer: bool) -> None:
+        """Take note that the run before goes on, and that prompts do not tell runs apart."""
+        assert self._before is not None
+        self._step += self._before[0] + 1 + nearer
+        self._prompts += self._before[1]
+        self._lasting, self._before = False, None
+
+    def _begin(self, before: tuple[int, _Prompts] | None) -> None:
+        self._step, self._prompts, self._before = 0, [], before
+
+
+def _holds(prompts: _Prompts, prompt: Tensor | None) -> bool:
+    """Whether a tensor is one of these, or a view of one."""
+    mine = [x for x in (prompt, None if prompt is None else prompt._base) if x is not None]
+    return any(each() is x for each in prompts for x in mine)

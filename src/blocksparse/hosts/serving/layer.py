@@ -1,0 +1,194 @@
+"""What attends in one layer: its pipeline, prompt by prompt, or dense attention where the pipeline cannot run.
+
+Workspace        `Workspace`: memory that an engine reserves for the keys and values of its longest request in
+                 one layer.
+LayerAttention   What attends in one layer: its pipeline, prompt by prompt, or dense attention where the
+                 pipeline cannot run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from functools import lru_cache
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.batch.pages import LEAST_RUN, PagedKV, lies_in_slots
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.hosts.serving.metrics import Estimates
+from blocksparse.hosts.serving.runs import Prefills
+from blocksparse.inputs import UnsupportedError
+from blocksparse.layers.paged_pipeline import PagedPipeline
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.pipeline import Pipeline
+from blocksparse.spec import Asked, AttentionSpec
+
+
+@final
+class Workspace:
+    """All layers use it in turn, for one request after another. It is taken once, while memory is measured.
+
+    Args:
+        tokens: of the longest request.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._rooms: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def room(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Memory for the keys and values of the longest request.
+
+        Args:
+            keys, values: caches `[pages, Hkv, page_size, D]`, or any `[..., Hkv, tokens, D]`.
+        """
+        numbers = self.tokens * sum(x.shape[-3] * x.shape[-1] for x in (keys, values))
+        room = self._rooms.get((keys.dtype, keys.device))
+        if room is None or room.numel() < numbers:  # of the layers with most heads
+            room = self._rooms[keys.dtype, keys.device] = keys.new_empty(numbers)
+        return room
+
+    @property
+    def nbytes(self) -> int:
+        """How much there is."""
+        return sum(math.prod(room.shape) * room.dtype.itemsize for room in self._rooms.values())
+
+
+_log = logging.getLogger(__name__)
+
+
+@final
+@frozen(eq=False)
+class LayerAttention:
+    """Attends in one layer to the sparse prompts of a batch, records it, and audits some of it."""
+
+    pipeline: LayerPipeline
+    layer: int
+    recorder: DensityRecorder | None
+    workspace: Workspace
+    estimates: Estimates | None = None
+    gather: bool = False  # whether keys and values leave their pages in any case
+
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefills: Prefills, *, scale: float
+    ) -> None:
+        """Attend the sparse rows of `query` to pages, and write the same rows of `out`.
+
+        One prompt after another: its pipeline reads keys and values where they lie, and writes the rows of `out`.
+        Where there is a reason why not (`gathers_because`), they first leave their pages for the workspace in one
+        launch. So no memory is taken but what the stages need.
+
+        Args:
+            query: `[tokens, Hq, D]`, of the whole batch.
+            keys: the cache of this layer, `[pages, Hkv, page_size, D]`.
+            values: `[pages, Hkv, page_size, Dv]`.
+            out: `[tokens, Hq, Dv]`.
+        """
+        gathers = self.gathers_because(keys, values) is not None
+        for request in prefills.longest_first():
+            start, stop = prefills.rows[request]
+            q, rows = (x[start:stop].transpose(0, 1)[None] for x in (query, out))  # [1, Hq, M, D]
+            asked: Asked = {"scale": scale, "remaining": prefills.remaining[request]}
+            if gathers or not self._read(q, prefills.table.in_place(request, keys, values), rows, asked):
+                room = self.workspace.room(keys, values)
+                self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, asked)
+
+    def gathers_because(self, keys: Tensor, values: Tensor) -> str | None:
+        """The reason why keys and values leave their pages before they are read, or None.
+
+        Args:
+            keys, values: caches as of a call.
+        """
+        if self.gather:
+            return "the configuration says so"
+        if self.recorder is not None:
+            return "a record is kept"
+        if self.estimates is not None:
+            return "calls are audited"
+        if not isinstance(self.pipeline, Pipeline):
+            return "heads have pipelines of their own"
+        if (page_size := keys.shape[2]) & -page_size < LEAST_RUN:
+            return f"pages of {page_size} tokens are too small"
+        if not lies_in_slots(keys) or not lies_in_slots(values):
+            return "tokens of the cache lie otherwise than in rows of slots"
+        return PagedPipeline(self.pipeline).gathers_because(keys.device)
+
+    def _read(self, q: Tensor, kv: PagedKV, out: Tensor, asked: Asked) -> bool:
+        """Attend to keys and values where they lie; False if no kernel can."""
+        assert isinstance(self.pipeline, Pipeline)
+        try:
+            PagedPipeline(self.pipeline)(q, kv, scale=asked["scale"], remaining=asked["remaining"], out=out)
+        except UnsupportedError as error:
+            _warn_of_gathering_once(self.layer, error.because)
+            return False
+        return True
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, asked: Asked) -> None:
+        estimates = self.estimates if self.estimates is not None and self.estimates.wants(self.layer) else None
+        try:
+            if self.recorder is None and estimates is None:
+                self.pipeline(q, k, v, **asked, out=out)
+                return
+            trace = self.pipeline.trace(q, k, v, **asked)
+        except UnsupportedError as error:
+            _warn_once(self.layer, error.because)
+            self._saw_dense(error.because)
+            out.copy_(dense_attention(q, k, v, _spec_of(asked)))
+            return
+        if trace.dense_because is not None:
+            self._saw_dense(trace.dense_because)
+        elif self.recorder is not None:
+            self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2])
+        if estimates is not None:
+            estimates.saw(self.layer, trace)
+        out.copy_(trace.output.out)
+
+    def _saw_dense(self, reason: str) -> None:
+        if self.recorder is not None:
+            self.recorder.saw_dense(self.layer, reason)
+
+
+def _spec_of(asked: Asked) -> AttentionSpec:
+    scale = asked["scale"]
+    assert scale is not None  # an engine always gives it
+    return AttentionSpec(scale=scale)
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(layer: int, because: str) -> None:
+    _log.warning("blocksparse: prompts are dense in layer %d, of gathered keys: %s", layer, because)
+
+
+@lru_cache(maxsize=1024)
+def _warn_of_gathering_once(layer: int, because: str) -> None:
+    _log.warning("blocksparse: keys and values are gathered in layer %d: %s", layer, because)
+
+
+def record_dense(
+    recorder: DensityRecorder | None,
+    layer: int,
+    reasons: Counter[str],
+    prefills: Prefills | None,
+    because: str | None,
+) -> None:
+    """Record the requests of a batch that are dense in a layer.
+
+    Args:
+        reasons: of the requests that are dense in every layer.
+        prefills: the others.
+        because: why these are dense too in this layer, if they are.
+    """
+    if recorder is None:
+        return
+    found = Counter(reasons)
+    if because is not None and prefills is not None:
+        found[because] += len(prefills.rows)
+    for reason, requests in found.items():
+        for _ in range(requests):
+            recorder.saw_dense(layer, reason)

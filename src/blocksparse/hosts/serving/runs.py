@@ -1,0 +1,178 @@
+"""Which requests of a batch go sparse, why the others do not, and where the rows of the former lie.
+
+Runs       `Runs`: some rows of a batch, of which one range is taken as a view and several as a copy.
+Prefills   `Prefills`: where the prompts of one step lie that go sparse, in the batch and in the cache.
+Split      Which requests of a batch go sparse, and why the others do not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any, final
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.batch.pages import PageTable
+
+
+@final
+@frozen
+class Runs:
+    """Ranges of rows, `(first, last + 1)` each, in order and apart from one another."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, rows: Iterable[int]) -> Runs:
+        """The fewest ranges that hold exactly these rows, which rise."""
+        ranges: list[tuple[int, int]] = []
+        for row in rows:
+            if ranges and ranges[-1][1] == row:
+                ranges[-1] = (ranges[-1][0], row + 1)
+            else:
+                ranges.append((row, row + 1))
+        return cls(tuple(ranges))
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(range(start, stop) for start, stop in self.ranges)
+
+    def __str__(self) -> str:
+        """`0-2, 5`."""
+        return ", ".join(f"{start}-{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in self.ranges)
+
+    def of_tokens(self, starts: Sequence[int]) -> Runs:
+        """The tokens of these requests; those of request `i` are `starts[i]` to `starts[i + 1] - 1`."""
+        ranges = [(starts[start], starts[stop]) for start, stop in self.ranges]
+        return Runs(tuple((start, stop) for start, stop in ranges if stop > start))
+
+    def take(self, x: Any) -> Any:
+        """These rows of a tensor or an array: a view if they are one range."""
+        parts = [x[start:stop] for start, stop in self.ranges]
+        if len(parts) == 1:
+            return parts[0]
+        if isinstance(x, Tensor):
+            return torch.cat(parts) if parts else x[:0]
+        return np.concatenate(parts) if parts else x[:0]
+
+    def put(self, x: Tensor, rows: Tensor) -> None:
+        """Write `rows` where `take` reads them. What is a view of `x` is there already."""
+        if len(self.ranges) > 1:
+            sizes = [stop - start for start, stop in self.ranges]
+            for (start, stop), part in zip(self.ranges, rows.split(sizes), strict=True):
+                x[start:stop] = part
+
+
+@final
+@frozen(eq=False)
+class Prefills:
+    """The prompts, or chunks of prompts, that go sparse in one step.
+
+    Args:
+        table: the pages of each.
+        rows: their queries in the batch, (first, last + 1).
+        remaining: for each the tokens of its prompt after these; 0 where the engine does not tell.
+    """
+
+    table: PageTable
+    rows: tuple[tuple[int, int], ...]
+    remaining: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        requests: Runs,
+        pages: Tensor,
+        *,
+        starts: Sequence[int],
+        keys: Sequence[int],
+        page_size: int,
+        remaining: Sequence[int] | None = None,
+    ) -> Prefills:
+        """
+        Args:
+            requests: those that go sparse.
+            pages: the pages of these requests, `[requests, pages]`.
+            starts: where the queries of each request of the batch begin, and where those of the last one end.
+            keys: the tokens of each request of the batch, its context and its queries together.
+            remaining: the tokens of the prompt of each request of the batch after these, if the engine tells.
+        """
+        table = PageTable(pages, [keys[request] for request in requests], page_size=page_size)
+        rows = tuple([(starts[request], starts[request + 1]) for request in requests])
+        return cls(table, rows, tuple([0 if remaining is None else remaining[request] for request in requests]))
+
+    def longest_first(self) -> list[int]:
+        """The requests by their work, so that a GPU is at work on the first while the host prepares the others."""
+
+        def work(request: int) -> int:
+            start, stop = self.rows[request]
+            return (stop - start) * self.table.lengths[request]
+
+        return sorted(range(len(self.rows)), key=work, reverse=True)
+
+
+@final
+@frozen
+class Split:
+    """The requests of one batch in two parts, by their index."""
+
+    sparse: Runs
+    rest: Runs
+    # Why those of `rest` are dense. Requests without queries, which pad a batch, count nowhere.
+    reasons: Counter[str]
+    queries: Counter[str]  # by the same reasons, and of those that are "sparse"
+
+    @classmethod
+    def of(
+        cls,
+        starts: Sequence[int],
+        keys: Sequence[int],
+        *,
+        min_tokens: int,
+        min_queries: int,
+        pays: Callable[[int, int, int], str | None] = lambda *_: None,
+        remaining: Sequence[int] | None = None,
+        dense: str | None = None,
+        masked: frozenset[int] = frozenset(),
+    ) -> Split:
+        """Split a batch of prompts, chunks of prompts, and requests that decode.
+
+        Args:
+            starts: where the queries of each request begin, and where those of the last one end.
+            keys: the tokens of each request, its context and its queries together.
+            min_tokens: requests of fewer tokens than this are dense.
+            min_queries: requests with fewer queries than this are dense.
+            pays: why a request with so many queries, keys, and tokens of its prompt after these is dense, or None.
+            remaining: the tokens of the prompt of each request after these; none if None.
+            dense: why the whole batch is dense, if it is.
+            masked: requests with a mask of their own.
+        """
+        sparse: list[int] = []
+        rest: list[int] = []
+        reasons, tokens_of = Counter[str](), Counter[str]()
+        for request, ((start, stop), tokens) in enumerate(zip(pairwise(starts), keys, strict=True)):
+            queries = stop - start
+            if queries == 1:
+                reason: str | None = "decode"
+            elif dense is not None:
+                reason = dense
+            elif queries < min_queries:
+                reason = "fewer than min_queries"
+            elif tokens < max(min_tokens, queries):  # a trial run may have fewer tokens than queries
+                reason = "fewer than min_tokens"
+            elif request in masked:
+                reason = "mask"
+            else:
+                reason = pays(queries, tokens, 0 if remaining is None else remaining[request])
+            (sparse if reason is None else rest).append(request)
+            tokens_of[reason or "sparse"] += queries
+            if reason is not None and queries:
+                reasons[reason] += 1
+        return cls(Runs.of(sparse), Runs.of(rest), reasons, tokens_of)

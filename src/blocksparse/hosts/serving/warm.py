@@ -1,0 +1,121 @@
+"""Before an engine serves: prefills of nothing, in the sizes by which kernels are compiled and memory is taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blocksparse.batch.pages import PageTable
+from blocksparse.hosts.serving.layer import LayerAttention
+from blocksparse.hosts.serving.settings import ConfigurationError, Settings
+from blocksparse.hosts.serving.worth import Worth
+from blocksparse.inputs import UnsupportedError
+from blocksparse.layers.paged_pipeline import PagedPipeline
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.pipeline import Pipeline
+
+# 16 blocks of 128 tokens. Triton compiles a kernel for numbers that are multiples of 16, and once more for others.
+_ALIGNED = 2048
+
+
+def sizes(queries: int, least: int, most: int) -> Iterator[tuple[int, int]]:
+    """Queries and keys of requests such that kernels which serve these serve all; the largest first.
+
+    Kernels are compiled for widths of rows of blocks in powers of two, so keys fall by the square root of two; and
+    for numbers of tokens and of blocks that are multiples of 16, or are not.
+
+    Args:
+        queries: at most, of a step.
+        least, most: keys of a request that goes sparse.
+    """
+    keys = most
+    while keys > least:
+        aligned = max(keys // _ALIGNED * _ALIGNED, least)
+        for N in dict.fromkeys((keys, aligned, max(aligned - 999, least), max(aligned - 1008, least))):
+            parts = queries, queries - 999, queries // 2 - 99, *(queries // n + 1 for n in (4, 8, 16, 32)), 65
+            yield from ((M, N) for M in dict.fromkeys(parts) if 1 < M <= N)
+        keys = int(keys * 2**-0.5)
+    yield min(queries, least), least
+
+
+def pays_from(
+    pipeline: LayerPipeline, worth: Worth, settings: Settings, *, queries: int, tokens: int
+) -> int | None:
+    """The fewest keys with which a chunk of so many queries goes sparse, at most `tokens`; None if none does."""
+
+    def sparse(keys: int) -> bool:
+        return keys >= settings.min_tokens and worth.dense_because(pipeline, queries, keys) is None
+
+    if queries < settings.min_queries or queries > tokens or not sparse(tokens):
+        return None
+    below, from_here = queries - 1, tokens
+    while from_here - below > 1:
+        middle = (below + from_here) // 2
+        below, from_here = (below, middle) if sparse(middle) else (middle, from_here)
+    return from_here
+
+
+class Warmed(NamedTuple):
+    """What `warm` did."""
+
+    seconds: float
+    gathers_because: str | None  # why keys and values are not read in their pages; None if they are
+
+
+def warm(
+    attention: LayerAttention,
+    worth: Worth,
+    settings: Settings,
+    query: Tensor,
+    out: Tensor,
+    *,
+    tokens: int,
+    page_size: int,
+) -> Warmed:
+    """Prefill once in each size of a request that may go sparse, and take the workspace where keys are gathered.
+
+    Pages that are read in place are all one page here, so that this takes no memory that an engine would not take.
+    On a CPU, where no size is compiled for by itself, it is one short prefill.
+
+    Args:
+        query, out: `[queries of a step, Hq, D]`; what is in `out` is overwritten.
+        tokens: at most, of a request.
+        page_size: tokens of a page of the cache.
+
+    Raises:
+        ConfigurationError: the executor cannot run here.
+    """
+    start = time.perf_counter()
+    _, heads, _, D = worth.k.shape
+    page = worth.k.new_zeros((1, page_size, heads, 2 * D)).transpose(1, 2)
+    keys, values = page.split(D, dim=3)  # [1, Hkv, page_size, D], as a cache with one page
+    gathers = attention.gathers_because(keys, values)
+    least = pays_from(attention.pipeline, worth, settings, queries=min(len(query), tokens), tokens=tokens)
+    if least is None:
+        return Warmed(0.0, gathers)
+    found = list(sizes(min(len(query), tokens), least, tokens))
+    room = None if gathers is None else attention.workspace.room(keys, values)
+    for M, N in found if query.is_cuda else [(min(M, 256), N) for M, N in found[-1:]]:
+        pages = torch.zeros((1, -(-N // page_size)), dtype=torch.int32, device=query.device)
+        table = PageTable(pages, [N], page_size=page_size)
+        q, rows = (x[:M].transpose(0, 1)[None] for x in (query, out))
+        try:
+            if room is not None:
+                k, v = table.gather_one(0, keys, values, room)
+                attention.pipeline(q, k, v, out=rows)
+                if attention.estimates is not None:  # a call that is audited has a trace
+                    attention.pipeline.trace(q, k, v)
+            elif isinstance(attention.pipeline, Pipeline):
+                PagedPipeline(attention.pipeline)(q, table.in_place(0, keys, values), out=rows)
+        except UnsupportedError as error:
+            raise ConfigurationError(
+                f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}; "
+                "ask for another executor, or none"
+            ) from None
+    if query.is_cuda:
+        torch.cuda.synchronize(query.device)
+    return Warmed(time.perf_counter() - start, gathers)

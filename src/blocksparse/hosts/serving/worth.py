@@ -1,0 +1,115 @@
+"""Whether it pays that a request goes sparse, for each of the different pipelines of an engine's layers.
+
+Worth   `Worth`: whether it pays that a request goes sparse, by its sizes alone, before any layer runs.
+Kinds   `Kinds`: the different pipelines of an engine's layers, and how a batch is split for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, final
+
+from attrs import frozen
+from torch import Tensor
+
+from blocksparse.execute.auto import AutoExecutor
+from blocksparse.four_stages import EVERYTHING, keeps_everything
+from blocksparse.hosts.serving.runs import Split
+from blocksparse.hosts.serving.settings import Settings
+from blocksparse.layers.head_groups import HeadGroups
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.spec import AttentionSpec
+
+_SPEC = AttentionSpec(scale=1.0)
+# An engine's own attention is faster than that of a call by itself, so more work pays there. Measured on an H100
+# beside FlashAttention 3, which takes half a millisecond for 3e11 operations.
+HALF_PRECISION_PAYS_FROM = 3e11
+LITTLE_WORK = "little work"
+
+
+@final
+@frozen(eq=False)
+class Worth:
+    """What stays in the stock backend because selecting blocks would save nothing.
+
+    Args:
+        executor: whose `dense_below` says how much work is little.
+        q, k: `[1, Hq, 1, D]` and `[1, Hkv, 1, D]`, of whose kind the tensors of the layers are.
+    """
+
+    executor: AutoExecutor
+    q: Tensor
+    k: Tensor
+
+    @classmethod
+    def of(cls, dense_below: float | None, like: Tensor, *, heads: int, kv_heads: int, head_dim: int) -> Worth:
+        """
+        Args:
+            dense_below: None is that of `AutoExecutor`, but `HALF_PRECISION_PAYS_FROM` on a GPU in fp16 and bf16.
+            like: has the dtype and the device of the layers.
+        """
+        if dense_below is None and like.is_cuda and like.dtype.itemsize == 2:
+            dense_below = HALF_PRECISION_PAYS_FROM
+        one = like.new_empty(())
+        q, k = (one.expand(1, n, 1, head_dim) for n in (heads, kv_heads))
+        return cls(AutoExecutor(dense_below=dense_below), q, k)
+
+    def dense_because(self, pipeline: LayerPipeline, queries: int, keys: int, remaining: int = 0) -> str | None:
+        """Why a request with so many queries, the last of its keys, stays dense in layers of this pipeline.
+
+        So many tokens of its prompt remain after them.
+        """
+        # Tensors of these sizes, without memory of their own.
+        q, k = self.q.expand(-1, -1, queries, -1), self.k.expand(-1, -1, keys, -1)
+        if self.executor.dense_because(q, k, k, _SPEC) is not None:
+            return LITTLE_WORK
+        parts = pipeline.groups.values() if isinstance(pipeline, HeadGroups) else (pipeline,)
+        if all(
+            part is None
+            or (
+                part.executor.may_be_left_out
+                and keeps_everything(part.selector, queries, keys, causal=True, remaining=remaining)
+            )
+            for part in parts
+        ):
+            return EVERYTHING
+        return None
+
+
+@final
+@frozen(eq=False)
+class Kinds:
+    """Whether a request goes sparse follows from its sizes and from the pipeline, so layers of equal ones
+    share it. A batch is split once per step and kind, before any layer runs.
+    """
+
+    pipelines: tuple[LayerPipeline, ...]
+    settings: Settings
+    worth: Worth
+
+    @classmethod
+    def of(cls, pipelines: Iterable[LayerPipeline], settings: Settings, worth: Worth) -> Kinds:
+        return cls(tuple(dict.fromkeys(pipelines)), settings, worth)
+
+    def index(self, pipeline: LayerPipeline) -> int:
+        """Which of the kinds this one is."""
+        return self.pipelines.index(pipeline)
+
+    def splits(self, starts: Sequence[int], keys: Sequence[int], **why: Any) -> list[Split]:
+        """The split of a batch for each kind; without a kind, one.
+
+        Args:
+            starts, keys, why: as of `Split.of`.
+        """
+        split = partial(
+            Split.of,
+            starts,
+            keys,
+            min_tokens=self.settings.min_tokens,
+            min_queries=self.settings.min_queries,
+            **why,
+        )
+        if not self.pipelines:
+            return [split()]
+        return [split(pays=partial(self.worth.dense_because, pipeline)) for pipeline in self.pipelines]

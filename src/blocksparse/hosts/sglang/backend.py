@@ -1,0 +1,253 @@
+"""SGLang's attention backend, with the prefills of a batch sparse.
+
+SparsePrefill   What attends to prompts in all layers of an SGLang engine: a pipeline per layer, and the stock
+                backend.
+backend         The backend that SGLang makes under the name blocksparse: a stock one, whose long prompts go
+                sparse.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from torch import Tensor
+
+from blocksparse.hosts.serving.layer import LayerAttention, Workspace, record_dense
+from blocksparse.hosts.serving.metrics import Estimates
+from blocksparse.hosts.serving.runs import Runs
+from blocksparse.hosts.serving.settings import KEY as NAME
+from blocksparse.hosts.serving.settings import ConfigurationError, Host, Served, Settings
+from blocksparse.hosts.serving.warm import warm
+from blocksparse.hosts.serving.worth import Kinds, Worth
+from blocksparse.hosts.sglang.batch import Batch, call_is_dense_because, layer_is_dense_because
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.observe.density_recorder import DensityRecorder
+
+_log = logging.getLogger(__name__)
+
+
+@final
+@define(eq=False)
+class SparsePrefill:
+    """In the place of `forward_extend` of a stock backend: sparse prompts here, everything else there.
+
+    SGLang calls it for one layer after another, and makes a ForwardBatch per step. What was found out about a
+    batch is kept until the next one comes, or the first layer again.
+
+    Args:
+        stock: `forward_extend` of that backend, for whole batches.
+        rests: others of its kind, one for each kind of layers, for parts of batches, because backends keep what
+            they prepared for a batch.
+        layers: what attends in each layer (SGLang's RadixAttention), or the reason why it is dense.
+        slots: where in the cache the tokens of each request lie, `[requests of the pool, tokens]`.
+        cache: SGLang's pool of keys and values.
+        write_loc: makes, of a batch and a layer, what the pool wants to know about where to write.
+    """
+
+    stock: Callable[..., Any]
+    rests: Sequence[Any]
+    layers: dict[Any, LayerAttention | str]
+    kinds: Kinds
+    recorder: DensityRecorder | None
+    slots: Tensor
+    cache: Any
+    write_loc: Callable[[Any, Any], Any]
+    _seen: tuple[Any, list[Batch]] | None = field(init=False, default=None)
+    _last: int = field(init=False, default=-1)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Attend the new tokens of a batch, `q` `[tokens, Hq * D]`, to all tokens of their requests.
+
+        `k` and `v` `[tokens, Hkv, D]` are those of the new tokens, for the cache. With `save_kv_cache` false they
+        are there already: a model's kernel wrote them while it rotated them (qwen3_moe and others), or an earlier
+        layer or loop did, whose keys this one shares (gemma3n, iquest_loopcoder).
+        """
+        index = layer.layer_id
+        attention = self.layers.get(layer, "no layer of the model")
+        kind = 0 if isinstance(attention, str) else self.kinds.index(attention.pipeline)
+        batch = self._batches(forward_batch, index, q.shape[0])[kind]
+        if not isinstance(attention, str) and (because := call_is_dense_because(options)):
+            _warn_once(index, because)
+            attention = because
+        dense = attention if isinstance(attention, str) else None
+        record_dense(self.recorder, index, batch.reasons, batch.prefills, dense)
+        if batch.prefills is None or isinstance(attention, str):
+            return self.stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        if save_kv_cache and k is not None:
+            self.cache.set_kv_buffer(layer, self.write_loc(forward_batch, layer), k, v)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        # SGLang has room for the output already if graphs of the other layers read it.
+        given = getattr(forward_batch, "_attn_output", None)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim) if given is None else given
+        rows = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+        if batch.rest_batch is not None:
+            q_rest, k_rest, v_rest = (None if x is None else batch.rest.take(x) for x in (q, k, v))
+            part = batch.backend.forward_extend(q_rest, k_rest, v_rest, layer, batch.rest_batch, False)
+            _put(batch, rows, part.view(-1, *rows.shape[1:]))
+        keys, values = (
+            buffer.unsqueeze(2)  # [slots, Hkv, 1, D]
+            for buffer in (self.cache.get_key_buffer(index), self.cache.get_value_buffer(index))
+        )
+        attention(query, keys, values, rows, batch.prefills, scale=layer.scaling)
+        return out
+
+    def _batches(self, forward_batch: Any, layer: int, tokens: int) -> list[Batch]:
+        """What is known of a batch. The same object may come again with other requests in it, in another step."""
+        if self._seen is None or self._seen[0] is not forward_batch or layer <= self._last:
+            batches = Batch.of_kinds(forward_batch, tokens=tokens, slots=self.slots, kinds=self.kinds)
+            for batch, rest in zip(batches, self.rests, strict=False):
+                if batch.rest_batch is not None and batch.backend is None:
+                    rest.init_forward_metadata(batch.rest_batch)
+                    batch.backend = rest
+            self._seen = forward_batch, batches
+        self._last = layer
+        return self._seen[1]
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(layer: int, because: str) -> None:
+    _log.warning("blocksparse: prompts are dense in layer %d, because its calls bring: %s", layer, because)
+
+
+def _put(batch: Batch, rows: Tensor, part: Tensor) -> None:
+    for start, stop in batch.rest.ranges:
+        rows[start:stop], part = part[: stop - start], part[stop - start :]
+
+
+HOST = Host(NAME, "--json-model-override-args")
+
+
+def backend(runner: Any) -> Any:
+    """Make the backend that reads prompts in an engine.
+
+    It is the stock backend that decodes in this engine, with one method in its place: `forward_extend`.
+
+    Args:
+        runner: SGLang's ModelRunner, whose model is loaded.
+
+    Raises:
+        ConfigurationError: the engine is configured in a way that does not fit.
+    """
+    _check(runner)
+    make = ATTENTION_BACKENDS[runner.decode_attention_backend_str]
+    stock = make(runner)
+    if runner.is_draft_worker:
+        return stock  # a model that drafts has its own layers, of which the configuration says nothing
+    settings = Settings.of(
+        runner.model_config.model_override_args,
+        Served.of(runner.model_config.hf_text_config, ranks=int(runner.server_args.tp_size)),
+        HOST,
+    )
+    before = getattr(runner, NAME, None)  # of the other half, where two batches overlap
+    recorder = before.recorder if before is not None else DensityRecorder() if settings.record else None
+    tokens = int(runner.model_config.context_len)
+    layers = _layers(runner, settings, recorder, Workspace(tokens))
+    kinds = _warmed(runner, settings, layers, tokens)
+    prefill = SparsePrefill(
+        stock=stock.forward_extend,
+        rests=[make(runner) for _ in kinds.pipelines],
+        layers=layers,
+        kinds=kinds,
+        recorder=recorder,
+        slots=runner.req_to_token_pool.req_to_token,
+        cache=runner.token_to_kv_pool,
+        write_loc=KVWriteLoc.for_layer,
+    )
+    setattr(runner, NAME, prefill)  # where the scheduler finds the record
+    stock.forward_extend = prefill
+    _log.info("blocksparse: %s", _summary(prefill.layers))
+    return stock
+
+
+def _check(runner: Any) -> None:
+    """Refuse what would be wrong, rather than slow."""
+    args = runner.server_args
+    if runner.decode_attention_backend_str == NAME:
+        raise ConfigurationError(
+            f"{NAME} reads prompts and does not decode: select it with --prefill-attention-backend {NAME}, and "
+            "another one, which decodes, with --attention-backend"
+        )
+    refused = {
+        "models with latent attention (MLA)": runner.use_mla_backend,
+        "--attn-cp-size": args.attn_cp_size > 1,
+        "--dcp-size": args.dcp_size > 1,
+        "--enable-unified-memory": args.enable_unified_memory,
+        "--enable-deterministic-inference": args.enable_deterministic_inference,
+        "graphs of whole prefills (--cuda-graph-backend-prefill full)": check_cuda_graph_backend(
+            Phase.PREFILL, Backend.FULL
+        ),
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ConfigurationError(
+                f"--prefill-attention-backend {NAME} does not go with {what}: leave one of the two out"
+            )
+
+
+def _layers(
+    runner: Any, settings: Settings, recorder: DensityRecorder | None, workspace: Workspace
+) -> dict[Any, LayerAttention | str]:
+    """What attends in each layer, or the reason why it is dense."""
+    layers: dict[Any, LayerAttention | str] = {}
+    estimates = None if settings.audit is None else Estimates(settings.audit)
+    for layer in runner.model.modules():
+        if isinstance(layer, RadixAttention):
+            index = layer.layer_id
+            pipeline = settings.layers[index] if index < len(settings.layers) else None
+            reason = layer_is_dense_because(layer, dtype=runner.dtype, cache_dtype=runner.kv_cache_dtype)
+            if reason is not None:
+                layers[layer] = reason
+            elif pipeline is None:
+                layers[layer] = "no pipeline for this layer"
+            else:
+                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, estimates, settings.gather)
+    return layers
+
+
+def _warmed(runner: Any, settings: Settings, layers: dict[Any, LayerAttention | str], tokens: int) -> Kinds:
+    """The kinds of layers, after memory was taken and kernels were compiled for each.
+
+    SGLang measures no memory here: what is taken lies in what `--mem-fraction-static` leaves.
+    """
+    sparse = [(layer, attention) for layer, attention in layers.items() if not isinstance(attention, str)]
+    first = next((layer for layer, _ in sparse), next(iter(layers), None))
+    like = torch.empty((), dtype=runner.dtype, device=runner.device)
+    heads = (1, 1, 1) if first is None else (first.tp_q_head_num, first.tp_k_head_num, first.qk_head_dim)
+    worth = Worth.of(settings.dense_below, like, heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    kinds = Kinds.of((attention.pipeline for _, attention in sparse), settings, worth)
+    chunk = int(runner.server_args.chunked_prefill_size or 0)
+    queries = chunk if chunk > 0 else int(runner.server_args.max_prefill_tokens)
+    query = torch.zeros((min(queries, tokens), heads[0], heads[2]), dtype=runner.dtype, device=runner.device)
+    out, done = torch.empty_like(query), set[LayerPipeline]()
+    for _, attention in sparse:
+        if attention.pipeline not in done:
+            done.add(attention.pipeline)
+            warm(attention, worth, settings, query, out, tokens=tokens, page_size=1)
+    return kinds
+
+
+def _summary(layers: dict[Any, LayerAttention | str]) -> str:
+    """Which layers are sparse and why the others are not, in one line."""
+    groups: dict[str, list[int]] = {}
+    for layer, attention in layers.items():
+        state = f"dense ({attention})" if isinstance(attention, str) else "sparse"
+        groups.setdefault(state, []).append(layer.layer_id)
+    return "; ".join(f"{state} in layers {Runs.of(sorted(found))}" for state, found in groups.items())

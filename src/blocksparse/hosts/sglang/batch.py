@@ -1,0 +1,176 @@
+"""What SGLang asks for in one step: prompts that go sparse, and why others do not.
+
+layer_is_dense_because   Why a layer of SGLang, or a whole batch, cannot go sparse.
+Batch                    `Batch`: where the sparse prompts of one step lie, and the rest of the step as a batch
+                         of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blocksparse.hosts.serving.runs import Prefills, Runs, Split
+from blocksparse.hosts.serving.worth import Kinds
+from blocksparse.inputs import MAX_HEAD_DIM
+
+# Arguments of one call of a layer that change what attention means, and the reasons that a DensityRecorder gets.
+_NOT_PLAIN = {"sinks": "attention sinks", "rel_bias": "position bias"}
+
+
+def layer_is_dense_because(layer: Any, *, dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    """The first reason why a layer is dense in every call, or None.
+
+    Args:
+        layer: SGLang's RadixAttention.
+        dtype: that of the model.
+        cache_dtype: that of the keys and values in the cache.
+    """
+    reasons = {
+        "cross attention": layer.is_cross_attention,
+        "not causal": layer.attn_type.value != "decoder",
+        "sliding window": layer.sliding_window_size > -1,
+        "chunked attention": layer.use_irope,
+        "softcap": layer.logit_cap > 0,
+        "position bias": layer.pos_encoding_mode != "NONE",
+        "temperature by length": layer.xai_temperature_len > 0,
+        f"head dim above {MAX_HEAD_DIM}": max(layer.qk_head_dim, layer.v_head_dim) > MAX_HEAD_DIM,
+        f"KV cache in {str(cache_dtype).removeprefix('torch.')}": cache_dtype != dtype,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def call_is_dense_because(options: Mapping[str, Any]) -> str | None:
+    """The first reason why one call of a layer is dense, or None.
+
+    Args:
+        options: all arguments that change what attention means or gives. One that is unknown here is a reason by
+            its name.
+    """
+    for name, value in options.items():
+        if value is not None and value is not False:
+            return _NOT_PLAIN.get(name, name)
+    return None
+
+
+def batch_is_dense_because(batch: Any, *, tokens: int) -> str | None:
+    """The first reason why a ForwardBatch is dense, or None.
+
+    Args:
+        tokens: the queries that came with it.
+    """
+    if batch.forward_mode.name not in ("EXTEND", "MIXED"):
+        return str(batch.forward_mode.name).lower().replace("_", " ")  # as "target verify", of drafts
+    if batch.extend_seq_lens_cpu is None or batch.extend_prefix_lens_cpu is None:
+        return "lengths that only the GPU knows"
+    if batch.encoder_lens is not None:
+        return "cross attention"
+    if batch.cross_attention_custom_mask is not None or batch.multi_item_delimiter_indices is not None:
+        return "mask"
+    return "padded batch" if sum(batch.extend_seq_lens_cpu) != tokens else None
+
+
+# Fields of SGLang's ForwardBatch with an entry per request, as tensors and as lists, and with one per token.
+_PER_REQUEST = (
+    "req_pool_indices",
+    "req_pool_indices_cpu",
+    "seq_lens",
+    "seq_lens_cpu",
+    "orig_seq_lens",
+    "extend_seq_lens",
+    "extend_prefix_lens",
+)
+_LISTED = (
+    "extend_seq_lens_cpu",
+    "extend_prefix_lens_cpu",
+    "extend_logprob_start_lens_cpu",
+    "lora_ids",
+    "rids",
+    "mm_inputs",
+)
+# Of ours: how many tokens of each request are known before it decodes. `register` sets it.
+PROMPTS = "blocksparse_prompts"
+_PER_TOKEN = ("input_ids", "positions", "out_cache_loc", "out_cache_loc_virtual")
+
+
+@final
+@define(eq=False)
+class Batch:
+    """One step of the engine."""
+
+    reasons: Counter[str]  # of the dense requests
+    prefills: Prefills | None = None
+    rest: Runs = field(factory=Runs)  # the tokens of the dense requests
+    rest_batch: Any = None  # SGLang's ForwardBatch of these requests, None if there are none
+    backend: Any = None  # which has prepared it
+
+    @classmethod
+    def of_kinds(cls, batch: Any, *, tokens: int, slots: Tensor, kinds: Kinds) -> list[Batch]:
+        """The batch of each kind of layers; those that are split alike share one.
+
+        Args:
+            batch: SGLang's ForwardBatch.
+            tokens: the queries that came with it.
+            slots: where in the cache the tokens of each request lie, `[requests of the pool, tokens]`.
+        """
+        if (dense := batch_is_dense_because(batch, tokens=tokens)) is not None:
+            return [cls(Counter({dense: batch.batch_size}))] * max(len(kinds.pipelines), 1)
+        starts = [0, *accumulate(batch.extend_seq_lens_cpu)]
+        keys = [
+            context + queries
+            for context, queries in zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
+        ]
+        masked = frozenset(i for i, pictures in enumerate(batch.mm_inputs or ()) if pictures is not None)
+        prompts = getattr(batch, PROMPTS, None)
+        if prompts is None or len(prompts) != len(keys):  # made elsewhere, as parts of a batch are
+            prompts = keys
+        remaining = [max(prompt - tokens, 0) for prompt, tokens in zip(prompts, keys, strict=True)]
+        splits = kinds.splits(starts, keys, masked=masked, remaining=remaining)
+        made = {split.sparse: split for split in splits}
+        batches = {sparse: cls._of(batch, split, starts, keys, remaining, slots) for sparse, split in made.items()}
+        return [batches[split.sparse] for split in splits]
+
+    @classmethod
+    def _of(
+        cls,
+        batch: Any,
+        split: Split,
+        starts: list[int],
+        keys: list[int],
+        remaining: list[int],
+        slots: Tensor,
+    ) -> Batch:
+        if not split.sparse.ranges:
+            return cls(split.reasons)
+        longest = max(keys[request] for request in split.sparse)
+        # SGLang gives each token a slot of its own, so that every page here has one token.
+        pages = slots[split.sparse.take(batch.req_pool_indices), :longest]
+        prefills = Prefills.of(split.sparse, pages, starts=starts, keys=keys, page_size=1, remaining=remaining)
+        rest = split.rest.of_tokens(starts)
+        return cls(split.reasons, prefills, rest, part_of(batch, split.rest, rest) if rest.ranges else None)
+
+
+def part_of(batch: Any, requests: Runs, tokens: Runs) -> Any:
+    """SGLang's ForwardBatch of some requests of a batch, as far as attention reads it. This waits for no GPU."""
+    part = copy.copy(batch)
+    for names, rows in ((_PER_REQUEST, requests), (_PER_TOKEN, tokens)):
+        for name in names:
+            if (value := getattr(batch, name)) is not None:
+                setattr(part, name, rows.take(value))
+    for name in _LISTED:
+        if (listed := getattr(batch, name)) is not None:
+            setattr(part, name, [listed[request] for request in requests])
+    part.batch_size = len(requests)
+    part.seq_lens_sum = sum(part.extend_seq_lens_cpu) + sum(part.extend_prefix_lens_cpu)
+    part.extend_num_tokens = part.global_num_token_non_padded_cpu = len(tokens)
+    part.extend_start_loc = pad(part.extend_seq_lens.cumsum(0, dtype=batch.extend_start_loc.dtype)[:-1], (1, 0))
+    part._attn_output = None
+    return part

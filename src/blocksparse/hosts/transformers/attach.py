@@ -1,0 +1,178 @@
+"""`attach`: a pipeline into a transformers model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from blocksparse.check.per_head import read_again
+from blocksparse.check.validators import flag, optional, shown, size, whole
+from blocksparse.hosts.transformers.adapter import Adapter
+from blocksparse.hosts.transformers.attachment import Attachment
+from blocksparse.hosts.transformers.call import layer_of
+from blocksparse.hosts.transformers.layer import LayerAttention, Outcomes
+from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
+from blocksparse.layers.kept_choices import SameChoice, shared
+from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of, text_config
+from blocksparse.observe.audit import Audit, AuditedPipeline
+from blocksparse.observe.density_recorder import DensityRecorder
+
+
+def attach(
+    model: nn.Module,
+    pipeline: LayerPipeline | Schedule,
+    *,
+    min_tokens: int = 512,
+    min_queries: int = 64,
+    recorder: DensityRecorder | None = None,
+    audit: Audit | None = None,
+    continuous_batching: bool = False,
+    min_window: int | None = 2048,
+) -> Attachment:
+    """Run the prefill of `model` through `pipeline`, and everything else through exact dense attention.
+
+    This lasts until `detach()` is called, or for a `with` block:
+
+        with attach(model, pbs_attn()):
+            model.generate(...)
+
+    Args:
+        model: a transformers model, or a module around one, as torch.compile and PEFT make it.
+        pipeline: what attends in every layer; or a `Schedule`, which chooses by `layer_idx`.
+        min_tokens: prompts of fewer tokens than this, context and queries together, stay dense. Tokens count too
+            that the cache of a layer with a window has dropped, but not in continuous batching.
+        min_queries: prompts with fewer queries at once stay dense. Decoding always does.
+        recorder: gets a record of what each call did; if None, nothing is recorded.
+        audit: compares a few random queries of some sparse calls with dense attention; None for no audit.
+        continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers takes
+            only its own names there, so "sdpa" is the name of the pipeline until the end, for this model alone.
+        min_window: layers with a sliding window of fewer tokens than this, which hides something of a prompt, are
+            exactly dense within it; None for all windows. So are those for which an executor knows no window.
+
+    Raises:
+        TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
+        ValueError: no attention of the model asks transformers which function to call, a part of the model does
+            arithmetic on masks, the model lacks a layer that the schedule names or shares one attention among its
+            layers, or transformers is too old for `continuous_batching`.
+    """
+    model = _inside(model)
+    read_again()  # sinks that were written to since, which not every write says of itself
+    schedule = schedule_of(pipeline)
+    if recorder is not None and not isinstance(recorder, DensityRecorder):
+        raise TypeError(f"'recorder' must be a DensityRecorder: {shown(recorder)}")
+    if audit is not None and not isinstance(audit, Audit):
+        raise TypeError(f"'audit' must be an Audit: {shown(audit)}")
+    min_tokens, min_queries = whole(min_tokens), whole(min_queries)
+    flag.check(continuous_batching=continuous_batching)
+    size.check(min_tokens=min_tokens, min_queries=min_queries)
+    optional(size).check(min_window=min_window)
+    outcomes = Outcomes(type(model).__name__, recorder)
+    layers = {
+        layer: LayerAttention(
+            _audited(pipeline, layer, audit), layer, min_tokens, min_queries, min_window, outcomes,
+            pipeline.begin if isinstance(pipeline, SameChoice) else None,
+        )
+        for layer, pipeline in _layers_of(schedule, model).items()
+    }  # fmt: skip
+    adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes)
+    configs = _configs(model)
+    _refuse_own_masks(model)
+    _refuse_shared(configs, adapter.modules, model)
+    return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
+
+
+def _audited(
+    pipeline: LayerPipeline | SameChoice | None, layer: int, audit: Audit | None
+) -> LayerPipeline | SameChoice | AuditedPipeline | None:
+    return pipeline if pipeline is None or audit is None else AuditedPipeline(pipeline, layer, audit)
+
+
+def _inside(model: nn.Module) -> PreTrainedModel:
+    """The transformers model that `model` is or wraps."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}; the order is "
+            "attach(model, pipeline)"
+        )
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    within = {id(part) for outer in models for part in outer.modules() if part is not outer}
+    outermost = [part for part in models if id(part) not in within]
+    if len(outermost) != 1:
+        raise TypeError(
+            f"'model' must be a transformers.PreTrainedModel or hold one: {type(model).__name__} holds "
+            f"{len(outermost)}; models of diffusers have integrations.diffusers.attach"
+        )
+    return outermost[0]
+
+
+def _refuse_own_masks(model: PreTrainedModel) -> None:
+    """Refuse a model that does arithmetic on masks: those of an attached model are bools, and made late."""
+    for module in {type(x): x for x in model.modules() if not isinstance(x, PreTrainedModel)}:
+        if (reader := uses_own_masks(module)) is not None:
+            raise ValueError(
+                f"{type(model).__name__} cannot change its attention function: its {reader} does arithmetic on "
+                "the mask, which has no numbers for a pipeline; call it yourself, in its attention's place"
+            )
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """The configs of all attention that asks for its function, and of the models around it, which make its masks.
+
+    Raises:
+        ValueError: there is no such attention.
+    """
+    asking = [module for module in model.modules() if asks_for_its_function(type(module))]
+    if not asking:
+        raise ValueError(
+            f"{type(model).__name__} cannot change its attention function: none of its modules asks "
+            "transformers' AttentionInterface for one; call the pipeline yourself, in its attention's place"
+        )
+    ids = set(map(id, asking))
+    around = [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and any(id(module) in ids for module in part.modules())
+    ]
+    found = {
+        id(config): config for part in [*around, *asking] if (config := getattr(part, "config", None)) is not None
+    }
+    return list(found.values())
+
+
+def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTrainedModel) -> None:
+    """Refuse to attach if another model shares a config and has a pipeline: one config names one pipeline."""
+    for config in configs:
+        below = AttentionInterface._global_mapping.get(config._attn_implementation)
+        adapter = getattr(below, "__self__", None)
+        if isinstance(adapter, Adapter) and modules.isdisjoint(adapter.modules):
+            raise ValueError(
+                f"{type(model).__name__} shares its {type(config).__name__} with another model that has a "
+                "pipeline: give each model a config of its own, copy.deepcopy(config)"
+            )
+
+
+def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPipeline | SameChoice | None]:
+    """What attends in every layer of the model, by `layer_idx`, and in modules without a layer (-1)."""
+    layers: dict[int, LayerPipeline | SameChoice | None] = {}
+    layers.update(dict.fromkeys((-1, *map(layer_of, model.modules())), schedule.default))
+    if schedule.layers or schedule.dense or schedule.same_choice:
+        for kind in {type(x) for x in model.modules() if layer_of(x) < 0}:
+            if asks_for_its_function(kind) and "layer_idx" in inspect.signature(kind.forward).parameters:
+                raise ValueError(
+                    f"a Schedule cannot name layers of {type(model).__name__}: they share one {kind.__name__}, "
+                    "which does not say in which layer it attends; attach one pipeline to all of them"
+                )
+        count: int | None = getattr(text_config(model), "num_hidden_layers", None)
+        if count is None:
+            raise ValueError(
+                "a Schedule that names layers needs their number, and "
+                f"{type(model.config).__name__} has no num_hidden_layers"
+            )
+        layers.update(enumerate(shared(schedule, count)))
+    return layers

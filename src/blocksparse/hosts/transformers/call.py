@@ -1,0 +1,238 @@
+"""What one attention call of transformers asks for, and the lengths of its prompts.
+
+LastLengths   The lengths of packed prompts, which the host reads once for all layers of a forward pass.
+Call          One call of attention by a model: which prompts it holds, and why it must be dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, final
+from weakref import ref
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor, nn
+
+from blocksparse.batch.sequences import Sequences
+from blocksparse.hosts.transformers.prompt_mask import PromptMask
+from blocksparse.inputs import MAX_HEAD_DIM
+from blocksparse.launch.torch_modes import is_checkpointed
+from blocksparse.spec import Asked
+
+
+@final
+@define(eq=False)
+class LastLengths:
+    """Makes `Sequences` of `cu_seq_lens_q` and `cu_seq_lens_k`, and keeps them for the later layers of the pass.
+
+    transformers gives every layer the same two tensors. To read one, the host waits for a GPU. What is written
+    into a tensor between two passes does not always change its version, above all not in `torch.inference_mode`.
+    So a layer that does not come after the last one belongs to another pass, for which both are read again.
+    """
+
+    _last: tuple[int, list[tuple[ref[Tensor], int]], Sequences] | None = field(default=None, init=False)
+
+    def of(self, layer: int, *ends: Tensor) -> Sequences:
+        """The sequences that end there, in the queries and, if two tensors are given, in the keys."""
+        last = self._last  # read once: other threads may replace it
+        if last is not None and last[0] < layer and same(last[1], ends):
+            sequences = last[2]
+        else:
+            sequences = Sequences.from_cu_seqlens(*ends)
+        self._last = layer, [(ref(x), version(x)) for x in ends], sequences
+        return sequences
+
+
+def same(known: list[tuple[ref[Tensor], int]], ends: tuple[Tensor, ...]) -> bool:
+    """Whether these are the very tensors, unchanged. Weak references are compared by what their tensors hold."""
+    return len(known) == len(ends) and all(
+        at() is x and before == version(x) for (at, before), x in zip(known, ends, strict=True)
+    )
+
+
+def version(x: Tensor) -> int:
+    """A number that changes when an op writes to the tensor; inference tensors have none."""
+    return 0 if x.is_inference() else x._version
+
+
+# Arguments with which attention must be dense, and the reasons that a DensityRecorder gets for them.
+_NOT_PLAIN = {
+    "position_bias": "position bias",
+    "cache": "paged cache",
+    "indices": "chosen keys",
+    "block_indices": "chosen keys",
+}
+_SINKS = ("s_aux", "sinks")  # the names that models have for attention sinks
+
+
+def layer_of(module: nn.Module) -> int:
+    """transformers' index of the layer to which a module belongs, or -1."""
+    layer = getattr(module, "layer_idx", None)
+    return -1 if layer is None else int(layer)
+
+
+@final
+@define(eq=False)  # torch.compile cannot create frozen instances
+class Call:
+    """One call of attention by a model."""
+
+    module: nn.Module
+    query: Tensor  # [B, Hq, M, D]
+    key: Tensor  # [B, Hkv, N, D]
+    value: Tensor  # [B, Hkv, N, Dv]
+    mask: Tensor | PromptMask | None  # [B|1, Hq|1, M, N] bool, or numbers that are added to the logits
+    causal: bool  # whether the queries are the last of `seen` tokens, in each of the mask's `sequences`
+    seen: int | None  # how many keys the last query sees, if the mask does not say anything else
+    kwargs: dict[str, Any]  # all other arguments of the model
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | PromptMask | None,
+        kwargs: dict[str, Any],
+        lengths: LastLengths,
+    ) -> Call:
+        B, M, N = query.shape[0], query.shape[2], key.shape[2]
+        if isinstance(mask, PromptMask):
+            if mask.shape[2:] != (M, N):
+                raise ValueError(
+                    f"{type(module).__name__} got {M} queries and {N} keys, and a mask of {mask.shape[2]} queries "
+                    f"and {mask.shape[3]} keys: a model that adds keys of its own cannot run while a pipeline is "
+                    "attached; call detach() first"
+                )
+            if mask.request is None:
+                # The mask of a window, say, which does not know of prompts that only these arguments tell apart.
+                if mask.sequences is None and M > 1:
+                    packed = _packed(layer_of(module), kwargs, query, lengths)
+                    if packed is not None:
+                        packed.check_fits(B, M, mask.seen, causal=True)
+                        mask = evolve(mask, sequences=packed, tensor=None)
+                return cls(module, query, key, value, mask, True, mask.seen, kwargs)
+        asked = kwargs.get("is_causal")
+        # transformers' sdpa takes a module that says nothing for causal; but encoders are among them.
+        causal = bool(getattr(module, "is_causal", False) if asked is None else asked)
+        if mask is not None:
+            return cls(module, query, key, value, mask, causal, None, kwargs)
+        if causal and 1 < M != N:
+            raise ValueError(
+                f"{type(module).__name__} got {M} queries, {N} keys and no mask, and nothing says where the "
+                "queries stand: attach to the whole model, which makes the masks of its parts; a model that adds "
+                "keys of its own cannot run while a pipeline is attached"
+            )
+        if causal and M > 1 and (packed := _packed(layer_of(module), kwargs, query, lengths)) is not None:
+            mask = PromptMask((B, 1, M, N), N, query.device, packed)
+        return cls(module, query, key, value, mask, causal, N, kwargs)
+
+    @property
+    def layer(self) -> int:
+        return layer_of(self.module)
+
+    @property
+    def end(self) -> int:
+        """The position after the last query's, where keys were dropped that a window hides."""
+        return self.dropped + (self.key.shape[2] if self.seen is None else self.seen)
+
+    @property
+    def dropped(self) -> int:
+        """How many tokens a cache has dropped before the first key, because a window hides them."""
+        return self.mask.dropped if isinstance(self.mask, PromptMask) else 0
+
+    @property
+    def sequences(self) -> Sequences | None:
+        return self.mask.sequences if isinstance(self.mask, PromptMask) else None
+
+    @property
+    def window(self) -> int | None:
+        """How many keys a query sees at most, if the mask says so and nothing else beside the prompts."""
+        return self.mask.window if isinstance(self.mask, PromptMask) else None
+
+    def asked(self) -> Asked:
+        """What the layer asks for, as arguments of a pipeline."""
+        kwargs = self.kwargs
+        # Written as a dict, since torch.compile cannot call a TypedDict some of whose keys may be left out.
+        return {
+            "scale": kwargs.get("scaling"),
+            "window": self.window,
+            "softcap": kwargs.get("softcap"),
+            "sinks": _sinks_in(kwargs),
+        }
+
+    @property
+    def wants_weights(self) -> bool:
+        if (asked := self.kwargs.get("output_attentions")) is not None:
+            return bool(asked)
+        return bool(getattr(getattr(self.module, "config", None), "output_attentions", False))
+
+    def dense_because(self) -> str | None:
+        """The first reason why all of this call must be dense, whatever its layer and its lengths, or None."""
+        window = self.kwargs.get("sliding_window")
+        if self.query.shape[2] == 1:
+            return "decode"
+        if not self.causal:
+            return "not causal"
+        if because := next((why for name, why in _NOT_PLAIN.items() if self.kwargs.get(name) is not None), None):
+            return because
+        if because := unread_because(self.kwargs, self.query.shape[1]):
+            return because
+        if self.wants_weights:
+            return "output_attentions"
+        if self.kwargs.get("dropout"):
+            return "dropout"
+        given = self.query, self.key, self.value, _sinks_in(self.kwargs)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+            return "gradients"
+        if self.module.training:
+            return "training"
+        if is_checkpointed():
+            return "gradients"
+        if self.seen is None and not torch.compiler.is_compiling():
+            return "mask"  # which counts, whatever window the layer has
+        if window not in (None, self.window) and self._longest() > window:
+            return "sliding window"
+        if self.seen is None:
+            return "mask"
+        packed = self.kwargs.get("cu_seq_lens_q") is not None and self.sequences is None
+        if packed and (self.query.shape[0] > 1 or torch.compiler.is_compiling()):
+            return "packed batch"
+        if isinstance(self.kwargs.get("scaling"), Tensor):
+            return "a tensor as the scale"
+        if max(self.query.shape[3], self.value.shape[3]) > MAX_HEAD_DIM:
+            return f"head dim above {MAX_HEAD_DIM}"
+        return None
+
+    def _longest(self) -> int:
+        """The keys of the longest prompt."""
+        if self.sequences is not None:
+            return max((span.keys for span in self.sequences.spans), default=0)
+        return self.key.shape[2] if self.seen is None else self.seen
+
+
+def _packed(layer: int, kwargs: dict[str, Any], query: Tensor, lengths: LastLengths) -> Sequences | None:
+    """The prompts that FlashAttention's arguments describe, if they are several in one entry of the batch."""
+    ends = [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
+    if not ends or kwargs.get("cache") is not None or query.shape[0] > 1 or torch.compiler.is_compiling():
+        return None
+    sequences = lengths.of(layer, *ends)
+    return sequences if len(sequences.spans) > 1 else None
+
+
+def _sinks_in(kwargs: Mapping[str, Any]) -> Any:
+    """What a model gives as attention sinks, or None."""
+    return next((kwargs[name] for name in _SINKS if kwargs.get(name) is not None), None)
+
+
+def unread_because(kwargs: Mapping[str, Any], q_heads: int) -> str | None:
+    """The reason why these arguments cannot be read for so many query heads, or None."""
+    softcap, sinks = kwargs.get("softcap"), _sinks_in(kwargs)
+    compiling = torch.compiler.is_compiling()  # to read a tensor would break the graph
+    if softcap is not None and (compiling or not isinstance(softcap, Real)):
+        return "softcap"
+    if sinks is not None and (compiling or not isinstance(sinks, Tensor) or sinks.shape != (q_heads,)):
+        return "attention sinks"
+    return None

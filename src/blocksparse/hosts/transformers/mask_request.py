@@ -1,0 +1,294 @@
+"""What transformers is asked to make as a mask, and models that make their own.
+
+mask_of                 What a request of transformers for a mask means: causal prompts, perhaps with a window,
+                        or something else.
+asks_for_its_function   Which modules do arithmetic on a mask by themselves, and so need the numbers that
+                        "eager" masks hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import sdpa_mask
+
+from blocksparse.batch.sequences import Sequences
+from blocksparse.hosts.transformers.prompt_mask import PromptMask, padded_behind
+
+_ROWS = 256  # queries of a mask that are looked at together
+
+
+def mask_of(**request: Any) -> Tensor | PromptMask | None:
+    """The mask that sdpa would get, or None where sdpa would get none and every query sees every key.
+
+    The mask is made later, if at all. While a graph is traced, and for a mask that is not a function of indices,
+    it is made at once. A whole causal prompt has a mask too, which costs nothing: for None transformers' sdpa asks
+    the module whether it is causal, and modules say False that are causal by their mask alone.
+    """
+    if isinstance(given := request.get("attention_mask"), PromptMask):
+        return given  # `generate` got it from this function
+    B, M, N = request["batch_size"], request["q_length"], request["kv_length"]
+    if (found := _seen(**request)) is not None:
+        seen, window = found
+        sequences = None
+        if request.get("attention_mask") is not None or not request.get("allow_is_causal_skip", True):
+            sequences = _sequences(seen, window, **request)
+            if sequences is None:
+                return _later(request)
+            if all(span.queries == M and span.keys == seen for span in sequences.spans):
+                sequences = None
+        if window is not None and sequences is not None and not _hides(window, sequences):
+            window = None
+        dropped = int(request.get("kv_offset", 0))
+        return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window, dropped=dropped)
+    return _later(request)
+
+
+def _hides(window: int, sequences: Sequences) -> bool:
+    """Whether a window hides a key of its prompt from a query, or from padding behind the prompt."""
+    reach = (sequences.keys - span.first_key for span in padded_behind(sequences))
+    return max((*(span.keys for span in sequences.spans), *reach), default=0) > window
+
+
+def _later(request: dict[str, Any]) -> Tensor | PromptMask | None:
+    """A mask that nothing is known about. `None` of sdpa means that every key is seen."""
+    B, M, N = request["batch_size"], request["q_length"], request["kv_length"]
+    if (
+        M == 1
+        or torch.compiler.is_compiling()
+        or request.get("use_vmap")
+        or request.get("allow_is_bidirectional_skip")
+    ):
+        mask: Tensor | None = sdpa_mask(**request)
+        return mask
+    # A static cache gives its count of tokens itself, to which the first layer adds before any layer attends.
+    kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in request.items()}
+    return PromptMask((B, 1, M, N), N, request["device"], request=kept)
+
+
+def _seen(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    mask_function: Callable[..., Tensor] | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> tuple[int, int | None] | None:
+    """The keys up to that of the last query and its window, None if it hides nothing; None for other requests.
+
+    Other requests are those that cannot be for causal prompts. Padding is a request for causal prompts, and so are
+    packed prompts: for these, and for masks that are combined with others, `allow_is_causal_skip` is False.
+    """
+    if q_length == 1 or use_vmap or allow_is_bidirectional_skip:
+        return None
+    if torch.compiler.is_compiling() and (
+        attention_mask is not None or isinstance(q_offset, Tensor) or not allow_is_causal_skip
+    ):
+        return None  # reading a tensor would break the graph
+    seen = int(q_offset) + q_length - int(kv_offset)
+    if not q_length <= seen <= kv_length:
+        return None
+    if local_size is None or seen <= local_size:
+        return (seen, None) if int(kv_offset) == 0 else None
+    if torch.compiler.is_compiling() or mask_function is None:
+        return None
+    if allow_is_causal_skip and not _is_window(mask_function, local_size, int(q_offset) + q_length - 1):
+        return None  # chunks of so many tokens, of which each sees itself alone, come with a size too
+    return seen, local_size
+
+
+def _is_window(mask_function: Callable[..., Tensor], size: int, last: int) -> bool:
+    """Whether a mask function without padding is that of causal queries which see `size` keys at most.
+
+    transformers does not say so, so the function is asked for pairs at both ends of two windows, the first one
+    that hides a key and that of the `last` position. It gets numbers on the CPU, for which nobody waits.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    return all(
+        bool(mask_function(zero, zero, zero + query, zero + key)) == (query - size < key <= query)
+        for query in (size, last)
+        for key in (query - size, query - size + 1, query, query + 1)
+        if key <= last
+    )
+
+
+def _sequences(
+    seen: int,
+    window: int | None,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor] | None = None,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Sequences | None:
+    """The prompts of a padded batch, or those of which a mask is made, if it is made of causal prompts."""
+    if allow_is_causal_skip:
+        assert attention_mask is not None
+        if attention_mask.shape[0] != batch_size or attention_mask.shape[1] < int(kv_offset) + seen:
+            return None
+        try:
+            real = attention_mask[:, int(kv_offset) : int(kv_offset) + seen]
+            return Sequences.padded(real, queries=q_length)
+        except ValueError:  # padding inside of a prompt
+            return None
+    if mask_function is None or attention_mask is not None or not seen == q_length == kv_length:
+        return None
+    return _packed(mask_function, window, batch_size, kv_length, device)
+
+
+def _packed(
+    mask_function: Callable[..., Tensor], window: int | None, batch: int, tokens: int, device: torch.device | str
+) -> Sequences | None:
+    """The prompts that stand behind one another in every entry of the batch, if the mask lets them see just that.
+
+    transformers does not say so; it gives a function of indices. Where a query does not see the key before it, a
+    prompt begins; and then every pair is compared, a few rows at a time. The host waits once.
+    """
+    entry = torch.arange(batch, device=device)[:, None, None, None]
+    head = torch.zeros(1, dtype=torch.int64, device=device)[:, None, None, None]
+    token = torch.arange(tokens, device=device)
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        return mask_function(entry, head, query, key)
+
+    begins = ~sees(token[1:, None], token[:-1, None]).expand(batch, 1, -1, 1)[:, 0, :, 0]  # [B, N - 1]
+    number = torch.nn.functional.pad(begins.cumsum(1), (1, 0))[:, None]  # [B, 1, N]
+    same = torch.ones((), dtype=torch.bool, device=device)
+    for rows in token.split(_ROWS):
+        query = rows[:, None]
+        expected = (number[..., rows, None] == number[..., None, :]) & (token <= query)
+        if window is not None:
+            expected &= token > query - window
+        same &= (sees(query, token) == expected).all()
+    *flags, known = torch.cat((begins.flatten(), same[None])).tolist()
+    if not known:
+        return None
+    spans = []
+    for row in range(batch):
+        begin = 0
+        for end in range(1, tokens + 1):
+            if end == tokens or flags[row * (tokens - 1) + end - 1]:
+                spans.append((row, begin, end - begin, begin, end - begin))
+                begin = end
+    return Sequences(spans, batch=batch, queries=tokens, keys=tokens)
+
+
+_ASKS = "ALL_ATTENTION_FUNCTIONS"
+_VIEWS = {"unsqueeze", "transpose", "view", "expand", "permute", "reshape", "squeeze"}
+
+
+def asks_for_its_function(module: type[nn.Module]) -> bool:
+    """Whether a module calls the function that transformers has under the name in its config.
+
+    What a class says of itself (`_supports_attention_backend`) is missing in many models that do. So this looks at
+    which names the forward of the module uses.
+    """
+    forward = inspect.unwrap(module.forward)
+    return isinstance(forward, FunctionType) and _ASKS in forward.__code__.co_names
+
+
+def uses_own_masks(module: type[nn.Module]) -> str | None:
+    """The name of the class that does arithmetic on a mask, or None: `module`, or one that it may turn into.
+
+    A module that asks transformers for its function leaves the mask to that function. BigBirdPegasus changes the
+    class of its attention in a call, so the classes that other methods than `__init__` name count too.
+    """
+    named = (
+        method.__globals__.get(name)
+        for method in _methods(module)
+        if method.__name__ != "__init__"
+        for name in method.__code__.co_names
+    )
+    for part in (module, *named):
+        if not (isinstance(part, type) and issubclass(part, nn.Module)):
+            continue
+        ours = part.__module__ == module.__module__ and not asks_for_its_function(part)
+        if ours and any(map(_reads, _methods(part))):
+            return part.__name__
+    return None
+
+
+def reads_as_numbers(function: ast.FunctionDef) -> bool:
+    """Whether a function adds a mask that it is given, or takes a row of it, and never asks for bools."""
+    masks = {x.arg for x in (*function.args.args, *function.args.kwonlyargs) if x.arg.endswith("mask")}
+    nodes = list(ast.walk(function))
+    if not masks or any(isinstance(x, ast.Attribute) and ast.unparse(x) == "torch.bool" for x in nodes):
+        return False
+    made = {  # a name and the line from which on it is another mask, which the function makes itself
+        (target.id, node.lineno)
+        for node in nodes
+        if isinstance(node, ast.Assign) and not _is_one_of(masks, node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in nodes:
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Add):
+            parts = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+            for name in masks.intersection(map(_viewed, parts)):
+                if not any(name == other and line <= node.lineno for other, line in made):
+                    return True
+        if isinstance(node, ast.Subscript) and _viewed(node) in masks and _is_row(node.slice):
+            return True
+    return False
+
+
+def _is_one_of(masks: set[str], value: ast.expr) -> bool:
+    choices = (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
+    return any(_viewed(x) in masks for x in choices)
+
+
+def _is_row(index: ast.expr) -> bool:
+    """Whether an index takes the row of one query from a mask `[B, H, M, N]`."""
+    if not isinstance(index, ast.Tuple) or len(index.elts) != 4:
+        return False
+    batch, heads, query, keys = index.elts
+    return all(isinstance(x, ast.Slice) for x in (batch, heads, keys)) and not isinstance(query, ast.Slice)
+
+
+def _viewed(node: ast.expr) -> str:
+    """The name of the tensor of which an expression is a part or a view, or nothing."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _VIEWS:
+            node = node.func.value
+        else:
+            return ""
+    return node.id
+
+
+def _methods(module: type[nn.Module]) -> Iterator[FunctionType]:
+    """The functions of a class and its bases, as far as they are not PyTorch's."""
+    for owner in module.__mro__:
+        if issubclass(owner, nn.Module) and not owner.__module__.startswith("torch."):
+            given = (inspect.unwrap(x) for x in vars(owner).values() if callable(x))
+            yield from (x for x in given if isinstance(x, FunctionType))
+
+
+def _reads(method: FunctionType) -> bool:
+    names = method.__code__.co_varnames[: method.__code__.co_argcount + method.__code__.co_kwonlyargcount]
+    if not any(name.endswith("mask") for name in names):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, SyntaxError):  # without its source nothing is known
+        return False
+    return any(isinstance(x, ast.FunctionDef) and reads_as_numbers(x) for x in tree.body)

@@ -1,1 +1,0 @@
-"""Plans: files that say what attends in each layer of one model, and how it was found."""

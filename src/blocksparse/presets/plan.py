@@ -1,0 +1,291 @@
+"""`Plan` says what attends in each layer of one model, and why; it is a JSON file that people can read.
+
+Fingerprint   What tells one model from another: its shape, and a few numbers of every weight.
+Part          `Plan` says what attends in each layer of one model, and why; it is a JSON file that people can
+              read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from attrs import evolve, field, frozen
+
+from blocksparse.check.validators import shown
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
+from blocksparse.layers.schedule import LayerPipeline, Schedule, text_config
+from blocksparse.presets.candidate import Candidate, TuneError, UpTo
+
+_SAMPLES = 32  # numbers of each weight
+
+
+@final
+@frozen
+class Fingerprint:
+    """The model that a plan was made for."""
+
+    name: str  # of the folder or the hub, for people; not compared
+    type: str
+    layers: int
+    heads: int
+    kv_heads: int
+    weights: str  # a hash of some numbers of every weight
+
+    @classmethod
+    def of(cls, network: Any) -> Fingerprint:
+        """The fingerprint of a transformers model; the same on every device."""
+        config, digest = text_config(network), hashlib.sha256()
+        for name, weight in network.named_parameters():
+            flat = weight.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
+            digest.update(f"{name} {tuple(weight.shape)} ".encode() + some.numpy().tobytes())
+        heads = int(config.num_attention_heads)
+        return cls(
+            name=str(getattr(network.config, "_name_or_path", "") or type(network).__name__)
+            .rstrip("/")
+            .split("/")[-1],
+            type=str(config.model_type),
+            layers=int(config.num_hidden_layers),
+            heads=heads,
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            weights=digest.hexdigest()[:32],
+        )
+
+    def difference(self, other: Fingerprint) -> str | None:
+        """In what the models differ, as text, or None."""
+        for what in ("type", "layers", "heads", "kv_heads"):
+            if getattr(self, what) != getattr(other, what):
+                return f"{what.replace('_', ' ')}: {getattr(self, what)} and {getattr(other, what)}"
+        return None if self.weights == other.weights else "weights"
+
+
+FORMAT = "blocksparse plan 2"
+_log = logging.getLogger(__name__)
+
+
+@final
+@frozen
+class Part:
+    """What attends in one layer, or in some KV heads of it, and what was measured with this part alone sparse."""
+
+    layer: int
+    heads: tuple[int, ...] | None  # KV heads; None is all
+    attention: Candidate | None  # None is dense
+    density: float
+    text_kl: float  # nats, less the noise of kernels, mean over positions of the text
+    answer_kl: float  # the same at the tokens of answers
+    ms: float  # predicted
+
+
+@final
+@frozen
+class AtLength:
+    """What a plan loses on held prompts of about one length."""
+
+    tokens: int  # of the longest of these prompts
+    density: float  # work as a share of dense attention's, mean over layers and query heads
+    text_kl: float  # nats, less the noise of kernels
+    answer_kl: float
+    answers: int
+    dense_found: int  # answers that dense attention finds
+    found: int  # answers of which every token was the likeliest
+
+
+@final
+@frozen
+class Try:
+    """A plan that was verified: what it loses on held prompts, at the length where it loses most."""
+
+    density: float  # at the greatest length
+    text_kl: float
+    answer_kl: float
+    found: int  # at all lengths
+    ms: float  # predicted for attention in all layers, at the greatest length
+    lengths: tuple[AtLength, ...]  # the shortest first
+
+
+@final
+@frozen
+class Evidence:
+    """How a plan was found, and how it fared on prompts that it was not tuned on."""
+
+    strategy: str
+    minimise: str
+    text_kl_budget: float | None  # None where the strategy has none
+    answer_kl_budget: float | None
+    tokens: tuple[int, ...]  # lengths of the prompts
+    prompts: str  # hash of the prompts that candidates were compared on
+    held: str  # hash of the prompts that plans were verified on
+    answers: int  # in the held prompts
+    dense_found: int  # of these, by dense attention
+    noise_text_kl: float  # everything kept in all layers, against dense attention
+    noise_answer_kl: float
+    dense_ms: float  # predicted for attention in all layers, as in `plan`
+    batch: int  # prompts in a call, of which `ms` and `dense_ms` are
+    plan: Try
+    tries: tuple[Try, ...]  # all that were verified, in order
+    candidates: int
+    dtype: str  # of the model
+    device: str
+    versions: Mapping[str, str]
+
+
+_LARGEST = 10_000  # layers or KV heads, so that a wrong number in a file takes no memory
+
+
+@final
+@frozen
+class Plan:
+    """What attends in each layer of one model: `attach(model, Plan.load("plan.json").schedule(model))`."""
+
+    model: Fingerprint
+    layers: tuple[Part, ...] = field()
+    evidence: Evidence = field()
+
+    @evidence.validator
+    def _check_evidence(self, _: object, evidence: Evidence) -> None:
+        if not evidence.plan.lengths:
+            raise TuneError("the plan names no length at which it was verified")
+
+    @layers.validator
+    def _check_layers(self, _: object, parts: tuple[Part, ...]) -> None:
+        layers, kv_heads = self.model.layers, self.model.kv_heads
+        # Each layer has a part, and a KV head that stands alone has one too: sizes far beyond them are no model's.
+        if not 1 <= layers <= _LARGEST or not 1 <= kv_heads <= _LARGEST:
+            raise TuneError(
+                f"a model has from 1 to {_LARGEST} layers and KV heads, and the plan names {layers} and {kv_heads}"
+            )
+        every = tuple(range(kv_heads))
+        heads: dict[int, list[int]] = {}
+        for part in parts:
+            if part.heads == ():
+                raise TuneError(f"a part of layer {part.layer} of the plan names no KV heads")
+            heads.setdefault(part.layer, []).extend(every if part.heads is None else part.heads)
+        if wrong := sorted(set(heads) ^ set(range(layers))):
+            state = "has no" if wrong[0] in range(layers) else "has a"
+            raise TuneError(
+                f"the plan is for a model of {layers} layers, 0 to {layers - 1}, but {state} layer {wrong[0]}"
+            )
+        for layer, named in heads.items():
+            if sorted(named) != list(every):
+                raise TuneError(f"layer {layer} of the plan must name each of {len(every)} KV heads once: {named}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompts that the plan was verified on."""
+        return max(each.tokens for each in self.evidence.plan.lengths)
+
+    def schedule(self, model: Any) -> Schedule:
+        """What `attach` takes.
+
+        Layers whose choice keeps a fixed number of tokens, as windows do, are dense in prompts of more than
+        `longest` tokens. If there are such layers, the log says so once, here.
+
+        Raises:
+            TuneError: `model` is not the model that the plan was made for.
+        """
+        if difference := self.model.difference(Fingerprint.of(model)):
+            raise TuneError(
+                f"the plan was made for another model, {self.model.name} (it differs in {difference}): "
+                "tune this one"
+            )
+        return self.unchecked()
+
+    def unchecked(self) -> Schedule:
+        """The same for a model that is not at hand as transformers has it, as in a server."""
+        groups: dict[int, dict[Heads, AnyPipeline | None]] = {}
+        chosen: dict[int, set[str]] = {}
+        for part in self.layers:
+            pipeline = None if part.attention is None else self._held(part.attention)
+            groups.setdefault(part.layer, {})[
+                tuple(range(self.model.kv_heads)) if part.heads is None else part.heads
+            ] = pipeline
+            chosen.setdefault(part.layer, set()).add(str(part.attention))
+        layers: dict[int, LayerPipeline | None] = {
+            layer: next(iter(of_heads.values())) if len(chosen[layer]) == 1 else HeadGroups(of_heads)
+            for layer, of_heads in groups.items()
+        }
+        fixed = sorted({part.layer for part in self.layers if part.attention and part.attention.fixed_budget})
+        if fixed:
+            _log.warning(
+                "the plan was verified up to %d tokens; in longer prompts its layers %s, which keep a fixed "
+                "number of tokens, attend densely: tune at the greatest length that you serve",
+                self.longest,
+                ", ".join(map(str, fixed)),
+            )
+        return Schedule(None, layers=layers)
+
+    def _held(self, attention: Candidate) -> AnyPipeline:
+        """What attends where it was verified, and dense attention where a fixed budget was not."""
+        pipeline = attention.pipeline()
+        if not attention.fixed_budget:
+            return pipeline
+        return evolve(pipeline, selector=UpTo(pipeline.selector, self.longest))
+
+    def save(self, path: Path) -> None:
+        """Write the plan as JSON."""
+        content = {"format": FORMAT, **_converter().unstructure(self)}
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n")
+        unfinished.replace(path)  # so that a run that is killed leaves no half plan behind
+
+    @classmethod
+    def load(cls, path: Path | str, *, edited: bool = False) -> Plan:
+        """Read a plan.
+
+        Args:
+            edited: take the plan although it was changed by hand, so that its evidence is for another one.
+
+        Raises:
+            TuneError: the file cannot be read, is no plan, was edited, or names what there is not.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise TuneError(f"the plan cannot be read: {path}: {error}") from None
+        if not isinstance(content, dict) or not str(content.get("format", "")).startswith("blocksparse plan "):
+            raise TuneError(f"{path} is not a plan of blocksparse; `blocksparse tune` writes one")
+        if content["format"] != FORMAT:
+            raise TuneError(f"{path} is a {content['format']!r}, and this version reads {FORMAT!r}: tune again")
+        checksum = content.pop("checksum", None)
+        if not edited and checksum != _checksum(content):
+            raise TuneError(
+                f"{path} was edited after it was made, so its evidence is for another plan: tune again, or take "
+                "it all the same with Plan.load(path, edited=True)"
+            )
+        del content["format"]
+        try:
+            plan: Plan = _converter().structure(content, cls)
+        except TuneError as error:
+            raise TuneError(f"{path}: {error}") from None
+        except Exception as error:  # cattrs raises what the classes raise, and errors of its own
+            raise TuneError(f"{path} is not a whole plan: {type(error).__name__}: {shown(str(error))}") from None
+        return plan
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _converter() -> Any:
+    """JSON to plans and back; it turns no text into numbers and leaves nothing out."""
+    try:
+        from cattrs.preconf.json import make_converter
+    except ModuleNotFoundError as error:
+        raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
+    converter = make_converter(forbid_extra_keys=True, detailed_validation=False)
+    for kind, takes in ((int, int), (float, int | float), (str, str)):
+
+        def exactly(value: Any, _: Any, kind: Any = kind, takes: Any = takes) -> Any:
+            if not isinstance(value, takes) or isinstance(value, bool):
+                raise TypeError(f"{shown(value)} is not of type {kind.__name__}")
+            return kind(value)
+
+        converter.register_structure_hook(kind, exactly)
+    return converter

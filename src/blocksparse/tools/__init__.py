@@ -1,0 +1,1 @@
+"""The commands of `blocksparse`, and tuning: applications, which the library itself never imports."""

@@ -1,0 +1,116 @@
+"""`blocksparse inspect`: one HTML file that shows where a model's heads look and what presets keep of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from blocksparse.check.validators import UserError
+from blocksparse.tools.cli.options import Commands, add_command, add_json, add_presets, extra
+from blocksparse.tools.demo import TEXT
+
+_EXAMPLES = """\
+  blocksparse inspect smollm2
+  blocksparse inspect path/to/model prompt.txt --tokens 8192 --out report.html
+  blocksparse inspect smollm2 --preset 'pbs_attn(0.95)' --preset s2o --json > numbers.json
+"""
+_PRESETS = ("pbs_attn", "mean_pooling", "xattention", "flex_prefill")
+_SMOLLM2 = "smollm2"
+_LEAST = 128  # tokens; shorter prompts have nothing to skip
+
+
+def add_to(commands: Commands) -> None:
+    """Say what `inspect` takes."""
+    parser = add_command(
+        commands,
+        "inspect",
+        _run,
+        summary="write an HTML report: where a model's heads look, and what presets keep of it",
+        description="A model reads a text with dense attention; presets are tried on every layer of it, and then\n"
+        "on the whole model. The report is one HTML file: maps of every head, density, coverage and\n"
+        "error by layer, what each preset changes in the next-token distributions, and stage times.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"folder of a transformers model, or '{_SMOLLM2}' for the model of the demo, which is converted once",
+    )
+    parser.add_argument(
+        "text", metavar="TEXT", type=Path, nargs="?", help="the text to read; a novel of the package unless given"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="how much of the text to read, at most")
+    add_presets(parser, by_default=", ".join(_PRESETS))
+    parser.add_argument("--out", type=Path, default=Path("blocksparse-report.html"), help="the file to write")
+    parser.add_argument(
+        "--converted",
+        type=Path,
+        default=Path("demo-output/SmolLM2-135M-Instruct"),
+        metavar="DIR",
+        help=f"where '{_SMOLLM2}' is kept once it is converted",
+    )
+    add_json(parser)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    with extra("demo"):
+        import torch
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+        from blocksparse.tools.demo.methods import method
+        from blocksparse.tools.demo.model import convert_smollm2, load
+        from blocksparse.tools.inspection.collect import collect
+        from blocksparse.tools.inspection.page import numbers, page, table
+
+    pipelines = {written: method(written) for written in parsed.preset or _PRESETS}
+    if parsed.tokens < _LEAST:
+        raise UserError(f"'--tokens' must be at least {_LEAST}: {parsed.tokens}")
+    path = parsed.text or TEXT
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'TEXT' must be a readable UTF-8 text: {path}: {error}") from None
+    if not parsed.out.parent.is_dir() or parsed.out.is_dir():
+        raise UserError(f"'--out' must be a file in a folder that is there: {parsed.out}")
+    disable_progress_bar()
+    set_verbosity_error()
+    _say("getting the model ready")
+    folder = Path(parsed.model)
+    if parsed.model == _SMOLLM2:
+        folder = parsed.converted
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        convert_smollm2(folder)
+    model = load(folder, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model.check_readable()
+    if parsed.tokens > model.longest:
+        raise UserError(f"'--tokens' must be at most {model.longest}, what the model can read: {parsed.tokens}")
+    # Ten characters a token is more than any prose needs.
+    ids = model.tokenizer.encode(text[: 10 * parsed.tokens])[: parsed.tokens]
+    if len(ids) < _LEAST:
+        raise UserError(f"'TEXT' must have at least {_LEAST} tokens, or there is nothing to skip: {len(ids)}")
+    findings = collect(model, torch.tensor([ids]), pipelines, begin=_say)
+    if not findings.maps:
+        why = next(iter(findings.skipped.values()), "it has no attention that could be watched")
+        raise UserError(f"no layer of {model.name} can be inspected: {why}")
+    cuda = model.device.type == "cuda"
+    about = {
+        "model": model.name,
+        "text": path.name,
+        "tokens": len(ids),
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
+    }
+    try:
+        parsed.out.write_text(page(findings, **about), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"'--out' cannot be written: {parsed.out}: {error}") from None
+    if parsed.json:
+        print(json.dumps(numbers(findings, **about), indent=2, allow_nan=False))
+    else:
+        print(f"{table(findings)}\n\nwritten: {parsed.out}; open it in a browser")
+    return 0
+
+
+def _say(doing: str) -> None:
+    print(doing, file=sys.stderr, flush=True)

@@ -1,0 +1,79 @@
+"""What several subcommands share: how their help looks, and options with one meaning."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from blocksparse.check.validators import UserError
+
+Commands = Any  # what `add_subparsers` gives, which argparse has no public name for
+
+
+@final
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults beside the options that have one, and examples as they are written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    description: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """A subcommand whose help ends with examples; `run` gets the parsed arguments and gives the exit status."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description, epilog=f"examples:\n{examples}", formatter_class=_Help
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_presets(parser: argparse.ArgumentParser, *, by_default: str) -> None:
+    """`--preset`, which may be repeated; `blocksparse.tools.demo.methods.method` reads each."""
+    parser.add_argument(
+        "--preset",
+        action="append",
+        metavar="PRESET",
+        help="a preset with its own defaults, or as in 'pbs_attn(0.95)' or 'mean_pooling(0.9) | Band(128)'; "
+        f"may be repeated; {by_default} unless given",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json`."""
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """What the library would warn of inside is not said: the command's own report says it."""
+    log = logging.getLogger("blocksparse")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """What is imported inside comes with this extra of the package.
+
+    Raises:
+        UserError: a package of it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install -e '.[{name}]' in a checkout") from None

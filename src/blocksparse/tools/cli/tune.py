@@ -1,0 +1,306 @@
+"""`blocksparse tune`: what attends in every layer of a model, chosen by what the model then says."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from blocksparse.check.validators import UserError
+from blocksparse.presets.candidate import TuneError
+from blocksparse.presets.plan import Plan
+from blocksparse.tools.cli.options import Commands, add_command, extra, only_errors
+from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo.model import Model
+from blocksparse.tools.tune.journal import Report
+from blocksparse.tools.tune.prompts import TunePrompt, prompts_from_file, prompts_from_text
+from blocksparse.tools.tune.run import Budget, tune
+from blocksparse.tools.tune.session import POSITIONS
+from blocksparse.tools.tune.sparge_search import ErrorBounds, sparge_search
+
+_SECONDS_BETWEEN_LINES = 10.0
+# Options that only one strategy knows, and their defaults.
+_OF_KL: dict[str, Any] = {
+    "minimise": "time",
+    "batch": 1,
+    "text_kl": Budget().text_kl,
+    "answer_kl": Budget().answer_kl,
+    "positions": POSITIONS,
+    "head_groups": 1,
+}
+_OF_SPARGE: dict[str, Any] = {"l1": ErrorBounds().l1, "l2": ErrorBounds().l2}
+
+
+_EXAMPLES = """\
+  blocksparse tune path/to/model
+  blocksparse tune path/to/model --tokens 8192 --count 6 --out plan.json
+  blocksparse tune path/to/model --prompts prompts.jsonl --minimise density
+"""
+
+
+def add_to(commands: Commands) -> None:
+    """Say what `tune` takes."""
+    parser = add_command(
+        commands,
+        "tune",
+        _run,
+        summary="choose the attention of every layer by the answers of the model, and write a plan",
+        description="One layer at a time attends sparsely, and the next-token distributions are compared with\n"
+        "those of dense attention, over a text and at answers. A plan that keeps to a budget of both is\n"
+        "verified on other prompts. Killed, and run again, it goes on where it was.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="folder of a causal language model of transformers"
+    )
+    parser.add_argument("--out", type=Path, default=Path("plan.json"), help="the plan; measurements go beside it")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096],
+        metavar="N",
+        help="lengths of the prompts that are made from --text; of one length, prompts half as long are made, too",
+    )
+    parser.add_argument("--text", type=Path, default=TEXT, help="a text to make prompts from, with planted facts")
+    parser.add_argument("--count", type=int, default=2, help="prompts of each length to make for comparing")
+    parser.add_argument(
+        "--held",
+        type=int,
+        help="prompts of each length to make for verifying, as many as --count if not given; more cost little",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help='your own prompts instead: a JSON line {"prompt": ..., "answer": ...} each; every second verifies',
+    )
+    parser.add_argument("--strategy", choices=("kl", "sparge"), default="kl", help="how candidates are chosen")
+    parser.add_argument(
+        "--minimise", choices=("time", "density"), default=_OF_KL["minimise"], help="what the plan saves"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=_OF_KL["batch"], help="how many prompts a call will have, for times"
+    )
+    parser.add_argument(
+        "--text-kl", type=float, default=_OF_KL["text_kl"], help="budget of KL over the text, nats"
+    )
+    parser.add_argument(
+        "--answer-kl", type=float, default=_OF_KL["answer_kl"], help="the same at tokens of answers"
+    )
+    parser.add_argument(
+        "--positions",
+        type=int,
+        default=_OF_KL["positions"],
+        help="at how many positions of a text predictions are compared",
+    )
+    parser.add_argument(
+        "--head-groups",
+        type=int,
+        default=_OF_KL["head_groups"],
+        help="groups of KV heads with a choice of their own",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="chooses the planted facts")
+    parser.add_argument(
+        "--l1", type=float, default=_OF_SPARGE["l1"], help="of sparge: error that tau and theta make"
+    )
+    parser.add_argument("--l2", type=float, default=_OF_SPARGE["l2"], help="of sparge: error with lambda, too")
+    parser.add_argument("--device", help="where to run; a GPU if there is one")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        return _tune(arguments)
+    except ValueError as error:  # of an option that `tune` itself refuses
+        raise UserError(str(error)) from None
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        raise UserError(
+            f"the device has too little memory for calls of {_prompts_in(arguments.batch)}: take shorter prompts "
+            f"or a smaller --batch; what was measured is kept: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse, before anything takes time, what could not be obeyed."""
+    for name, default in (_OF_KL if arguments.strategy == "sparge" else _OF_SPARGE).items():
+        if (given := getattr(arguments, name)) != default:
+            raise TuneError(
+                f"'--{name.replace('_', '-')}' is not known to '--strategy {arguments.strategy}': leave one of "
+                f"the two out: {given}"
+            )
+    if arguments.out.is_dir():
+        raise TuneError(f"'--out' must be a file, the plan: {arguments.out} is a folder")
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    """Tune, write the plan, and print what it costs and loses.
+
+    Raises:
+        TuneError: the model, the prompts or a number does not allow it; nothing was written.
+    """
+    _check(arguments)
+    model = _load(arguments.model, arguments.device)
+    network = model.network
+    prompts, held = _prompts(model.tokenizer, arguments)
+    longest = max(prompt.ids.shape[1] for prompt in (*prompts, *held))
+    if longest > (most := model.longest):
+        raise TuneError(f"prompts must be of at most {most} tokens, what the model can read: {longest}")
+    journal = arguments.out.with_name(arguments.out.name + ".journal")
+    begin = time.perf_counter()
+    with only_errors(), _progress() as report:  # which executor runs is said once, by the plan
+        if arguments.strategy == "sparge":
+            plan = sparge_search(
+                network,
+                prompts,
+                held,
+                journal=journal,
+                bounds=ErrorBounds(arguments.l1, arguments.l2),
+                report=report,
+            )
+        else:
+            plan = tune(
+                network,
+                prompts,
+                held,
+                journal=journal,
+                budget=Budget(arguments.text_kl, arguments.answer_kl),
+                minimise=arguments.minimise,
+                batch=arguments.batch,
+                head_groups=arguments.head_groups,
+                positions=arguments.positions,
+                report=report,
+            )
+    plan.save(arguments.out)
+    print(summary(plan))
+    print(f"written in {time.perf_counter() - begin:.0f} s: {arguments.out}; its measurements: {journal}")
+    return 0
+
+
+def summary(plan: Plan) -> str:
+    """What attends in each layer, and what the whole plan costs and loses."""
+    found, of_plan = plan.evidence, plan.evidence.plan
+    lines = [f"{'layer':>8}  {'density':>7}  {'text KL':>8}  {'answers':>8}  attention"]
+    for part in plan.layers:
+        heads = "" if part.heads is None else f":{part.heads[0]}-{part.heads[-1]}"
+        lines.append(
+            f"{f'{part.layer}{heads}':>8}  {part.density:7.3f}  {part.text_kl:8.5f}  {part.answer_kl:8.5f}  "
+            f"{part.attention or 'dense'}"
+        )
+    return "\n".join(
+        [
+            *lines,
+            f"on held prompts: density {of_plan.density:.3f}, KL over the text {of_plan.text_kl:.4f} and at "
+            f"answers {of_plan.answer_kl:.4f} (less noise of {found.noise_text_kl:.4f} and "
+            f"{found.noise_answer_kl:.4f})",
+            *(
+                f"at {each.tokens} tokens: density {each.density:.3f}, KL {each.text_kl:.4f} and "
+                f"{each.answer_kl:.4f}, answers found {each.found} of {each.answers}, by dense attention "
+                f"{each.dense_found}"
+                for each in of_plan.lengths
+            ),
+            f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "
+            f"predicted time of attention, {_prompts_in(found.batch)} in a call: {of_plan.ms:.1f} ms, "
+            f"dense {found.dense_ms:.1f} ms on {found.device}",
+        ]
+    )
+
+
+def _prompts_in(batch: int) -> str:
+    return "1 prompt" if batch == 1 else f"{batch} prompts"
+
+
+def _load(folder: Path, device: str | None) -> Model:
+    with extra("tune"):
+        import torch
+        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+        from blocksparse.tools.demo.model import load
+    disable_progress_bar()
+    set_verbosity_error()
+    try:
+        place = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
+    except (RuntimeError, AssertionError) as error:
+        raise TuneError(f"'--device' cannot be used: {device}: {str(error).splitlines()[0]}") from None
+    try:
+        return load(folder, device=place)
+    except UserError as error:
+        reason = str(error).removeprefix("'--model' must be ")
+        raise TuneError(f"the model cannot be loaded; it must be {reason}") from None
+
+
+def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[TunePrompt], Sequence[TunePrompt]]:
+    """Prompts to compare candidates on, and prompts to verify on."""
+    held = arguments.count if arguments.held is None else arguments.held
+    for name, number in (("count", arguments.count), ("held", held)):
+        if number < 1:
+            raise TuneError(f"'--{name}' must be at least 1: {number}")
+    if arguments.prompts is not None:
+        if arguments.held is not None:
+            raise TuneError(
+                f"'--held' is not known to '--prompts', of which every second one verifies: leave one of the two "
+                f"out: {held}"
+            )
+        every = prompts_from_file(tokenizer, arguments.prompts)
+        if len(every) < 2:
+            raise TuneError(
+                f"{arguments.prompts} must have at least two prompts, one to tune and one to verify on"
+            )
+    else:
+        try:
+            text = arguments.text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TuneError(f"'--text' must be a readable UTF-8 text: {arguments.text}: {error}") from None
+        total = arguments.count + held
+        lengths = arguments.tokens if len(arguments.tokens) > 1 else [arguments.tokens[0] // 2, *arguments.tokens]
+        compared = [number * total // arguments.count for number in range(arguments.count)]
+        prompts: list[TunePrompt] = []
+        held_back: list[TunePrompt] = []
+        for number, tokens in enumerate(dict.fromkeys(lengths)):
+            # Of each part of the text prompts of all lengths are made, so that none is compared and verified on.
+            seed = arguments.seed + number
+            every = prompts_from_text(tokenizer, text, tokens=tokens, count=total, seed=seed)
+            prompts += [every[i] for i in compared]
+            held_back += [every[i] for i in range(total) if i not in compared]
+        return prompts, held_back
+    return every[::2], every[1::2]
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar in a terminal, else a line now and then; on stderr."""
+    with extra("tune"):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("reading", total=1.0, left="")
+        last = -_SECONDS_BETWEEN_LINES
+
+        def report(doing: str, share: float, seconds_left: float | None) -> None:
+            nonlocal last
+            left = "" if seconds_left is None else f"about {_time(seconds_left)} left"
+            bar.update(task, description=doing, completed=share, left=left)
+            if not console.is_terminal and time.perf_counter() - last >= _SECONDS_BETWEEN_LINES:
+                last = time.perf_counter()
+                console.print(f"{doing}: {100 * share:.0f} % {left}".rstrip(), highlight=False)
+
+        yield report
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,107 @@
+"""Looking on while a model attends: seconds spent in attention, and one layer's q, k, v."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from blocksparse.layers.schedule import Schedule
+
+QKV = tuple[Tensor, Tensor, Tensor]  # [1, Hq, N, D], [1, Hkv, N, D], [1, Hkv, N, Dv]
+Attention = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@final
+@define(eq=False)
+class Sight:
+    """Measurements of `watch`."""
+
+    kept: QKV | None = None
+    _seconds: float = field(default=0.0, init=False)
+    _spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(factory=list, init=False)
+
+    def seconds(self) -> float:
+        """Time spent in attention, summed over layers. Waits for the GPU."""
+        for start, end in self._spans:
+            end.synchronize()
+            self._seconds += start.elapsed_time(end) / 1000
+        self._spans.clear()
+        return self._seconds
+
+    @contextmanager
+    def timed(self, device: torch.device) -> Iterator[None]:
+        """Count what runs inside; on a GPU by events, so that nothing waits."""
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._spans.append((start, end))
+        else:
+            begin = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begin
+
+
+@contextmanager
+def watch(
+    network: Any,
+    *,
+    keep_layer: int | None = None,
+    on_call: Callable[[], None] | None = None,
+    on_qkv: Callable[[int, QKV, dict[str, Any], Attention], None] | None = None,
+) -> Iterator[Sight]:
+    """Watch the attention function that `network` uses now, whichever it is.
+
+    Args:
+        keep_layer: the layer whose q, k, v to keep, as attention gets them (RoPE applied); None keeps none.
+        on_call: called after every call of attention.
+        on_qkv: called before every call of attention, with the layer, its q, k, v, the model's other arguments,
+            and the function of q, k and v that is called.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from blocksparse.hosts.transformers.call import layer_of
+
+    if network.config._attn_implementation == "eager":  # each model has its own such function, under no name
+        from blocksparse.hosts.transformers import attach
+
+        dense = attach(network, Schedule(None))
+        with dense, watch(network, keep_layer=keep_layer, on_call=on_call, on_qkv=on_qkv) as sight:
+            yield sight
+        return
+    before, sight = network.config._attn_implementation, Sight()
+    attention, mask = AttentionInterface()[before], AttentionMaskInterface()[before]
+
+    def watched(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+        def own(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return attention(module, q, k, v, *rest, **options)
+
+        layer = layer_of(module)
+        if layer == keep_layer:
+            sight.kept = q.detach(), k.detach(), v.detach()
+        if on_qkv is not None:
+            on_qkv(layer, (q, k, v), options, own)
+        with sight.timed(q.device):
+            output = own(q, k, v)
+        if on_call is not None:
+            on_call()
+        return output
+
+    name = f"{before}-watched"
+    AttentionInterface.register(name, watched)
+    AttentionMaskInterface.register(name, mask)
+    network.set_attn_implementation(name)
+    try:
+        yield sight
+    finally:
+        network.set_attn_implementation(before)
+        # transformers registers class-wide but deletes per instance only.
+        AttentionInterface._global_mapping.pop(name)
+        AttentionMaskInterface._global_mapping.pop(name)

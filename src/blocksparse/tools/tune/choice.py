@@ -1,0 +1,192 @@
+"""One candidate for each unit, at the least cost under budgets: a knapsack, and guesses where nothing was run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import numpy as np
+from attrs import field, frozen
+
+from blocksparse.tools.tune.cost import DENSE, Key, Unit
+
+
+@final
+@frozen
+class Option:
+    """One candidate for one unit: what it costs (milliseconds, or density) and what it loses (KL, in nats)."""
+
+    name: str
+    cost: float
+    losses: tuple[float, ...]  # one for each budget, none below 0
+
+
+def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[Option]:
+    """The option of every unit with which the costs add up to the least, and the losses to at most the budgets.
+
+    Raises:
+        ValueError: nothing fits; give every unit an option without loss.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    options = [option for unit in units for option in unit]
+    column = np.arange(len(options))
+    row = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
+    one_each = csr_array((np.ones(len(options)), (row, column)), shape=(len(units), len(options)))
+    constraints = [LinearConstraint(one_each, 1, 1)]
+    for number, budget in enumerate(budgets):
+        # In units of the budget, because the solver's tolerance is absolute.
+        losses = np.array([option.losses[number] for option in options])
+        if budget > 0:
+            # One option above 1 never fits, and the solver takes no coefficients that are much larger.
+            with np.errstate(over="ignore"):
+                share = np.minimum(losses / budget, 2)
+            constraints.append(LinearConstraint(share[None], -np.inf, 1))
+        else:
+            constraints.append(LinearConstraint((losses > 0).astype(float)[None], -np.inf, 0))
+    costs = np.array([option.cost for option in options])
+    solved = milp(
+        costs / max(float(costs.max()), 1e-30),
+        integrality=np.ones(len(options)),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": 0.0},
+    )
+    if solved.x is None:
+        raise ValueError(f"no choice of candidates fits the budgets {tuple(budgets)}: {solved.message}")
+    taken = [options[i] for i in np.flatnonzero(solved.x > 0.5)]
+    assert len(taken) == len(units)  # the first constraint
+    return taken
+
+
+_EXPONENT = 2.0  # a KL grows with the square of a small change; the losses that are known may say otherwise
+_LEAST_ERROR = 1e-3  # errors below are all the same
+
+
+def hoped_losses(
+    known: Mapping[Key, float], errors: Mapping[Key, float], families: Mapping[str, str], least: float
+) -> dict[Key, float]:
+    """What every candidate would lose in every unit if it lost a standard deviation less than is likely.
+
+    Errors order the settings of one preset in one layer. They tell neither layers nor presets apart: a model minds
+    what some layers get wrong more than it minds others, and `s2o` has the least error and loses most at answers.
+    So the logarithm of a loss is taken for the sum of a number for its unit, one for its preset, a multiple of the
+    logarithm of the error, a constant, and chance, which makes it larger or smaller by a factor of e. If nothing
+    were known, all numbers but the constant would be 0, and the multiple 2, give or take 1. Bayesian linear
+    regression follows: likely is the least-squares fit to the known losses with one more row for each number, and
+    its variance is that of chance and that of the fit. So hope is greatest where least is known of a unit or a
+    preset.
+
+    Args:
+        known: losses of some units and candidates, at least one.
+        errors: relative L1 distances of all units and candidates from dense attention.
+        families: the preset of each candidate.
+        least: losses below this one are all the same.
+    """
+    units = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in errors))}
+    presets = {preset: len(units) + number for number, preset in enumerate(dict.fromkeys(families.values()))}
+    exponent = len(units) + len(presets)
+
+    def rows(keys: list[Key]) -> np.ndarray:
+        table = np.zeros((len(keys), exponent + 2))
+        for row, (unit, name) in zip(table, keys, strict=True):
+            row[[units[unit], presets[families[name]]]] = 1.0
+            row[exponent:] = np.log(max(errors[unit, name], _LEAST_ERROR)), 1.0
+        return table
+
+    seen, every = rows(list(known)), rows(list(errors))
+    beyond = np.log(np.maximum(list(known.values()), least)) - _EXPONENT * seen[:, exponent]
+    spread = np.linalg.inv(seen.T @ seen + np.diag([1.0] * (exponent + 1) + [0.0]))
+    likely = every @ spread @ (seen.T @ beyond) + _EXPONENT * every[:, exponent]
+    deviation = np.sqrt(1.0 + np.einsum("ki,ij,kj->k", every, spread, every))
+    # Rounded, so that the last bits of another machine's arithmetic do not change a plan.
+    return dict(zip(errors, np.exp((likely - deviation).round(6)).tolist(), strict=True))
+
+
+Losses = tuple[float, ...]
+"""One for each budget."""
+
+_WORTH = 0.01  # of the cost must be promised, or the model is not run again
+_NOTHING = 1e-4  # of a budget; losses below are not told apart
+
+
+@final
+@frozen(eq=False)
+class GuidedChoice:
+    """The cheapest plan under budgets, when there are many candidates and running the model with each takes long.
+
+    A plan is chosen as if guesses of losses were true. The model is run with those of its candidates that it was
+    not run with, guesses are made anew, and so on, until they promise hardly more than what is known. What is
+    chosen at last was measured.
+
+    Args:
+        dense: what dense attention costs in each unit.
+        costs: of candidates in units. One that is missing here, or costs as much as dense attention, is not taken.
+        errors: of attention, relative L1 distances from dense attention; at least of all that `costs` has.
+        families: the preset of each candidate.
+        run: runs the model with these candidates, each alone in its unit, and says what they lose.
+    """
+
+    dense: Mapping[Unit, float]
+    costs: Mapping[Key, float]
+    errors: Mapping[Key, float]
+    families: Mapping[str, str]
+    run: Callable[[Sequence[Key]], Mapping[Key, Losses]]
+    _cheaper: dict[Unit, list[Key]] = field(init=False)  # than dense attention, by unit, the cheapest first
+    _known: dict[Key, Losses] = field(factory=dict, init=False)
+
+    @_cheaper.default
+    def _cheaper_than_dense(self) -> dict[Unit, list[Key]]:
+        some: dict[Unit, list[Key]] = {unit: [] for unit in self.dense}
+        for key in sorted(self.costs, key=lambda key: (self.costs[key], self.errors[key])):
+            # Where dense attention gives nothing but zeros, as in a pruned head, the error is NaN.
+            if self.costs[key] < self.dense[key[0]] and math.isfinite(self.errors[key]):
+                some[key[0]].append(key)
+        return some
+
+    def __call__(self, budgets: Sequence[float]) -> list[Option]:
+        """An option for each unit, in order, whose losses add up to at most the budgets, in nats.
+
+        The model may be run again for other budgets. What is known of it is kept.
+        """
+        if not self._known:
+            self._known.update(self.run(self._first()))
+        while True:
+            known = choose(self._options(self._known), budgets)
+            promised = choose(self._options(self._guesses(budgets) | self._known), budgets)
+            taken = [(unit, option.name) for unit, option in zip(self.dense, promised, strict=True)]
+            new = [key for key in taken if key[1] != DENSE and key not in self._known]
+            if not new or _cost(known) <= (1 + _WORTH) * _cost(promised):
+                return known
+            self._known.update(self.run(new))
+
+    def all_dense(self) -> list[Option]:
+        """Dense attention in each unit."""
+        return [Option(DENSE, cost, (0.0, 0.0)) for cost in self.dense.values()]
+
+    def _first(self) -> list[Key]:
+        """One candidate of each unit: the cheapest of the first, the next one of the next, and so on."""
+        return [some[number % len(some)] for number, some in enumerate(self._cheaper.values()) if some]
+
+    def _guesses(self, budgets: Sequence[float]) -> dict[Key, Losses]:
+        errors = {key: self.errors[key] for some in self._cheaper.values() for key in some}
+        if not errors:
+            return {}
+        each = [
+            hoped_losses({k: v[i] for k, v in self._known.items()}, errors, self.families, _NOTHING * budget)
+            for i, budget in enumerate(budgets)
+        ]
+        return {key: tuple(hoped[key] for hoped in each) for key in errors}
+
+    def _options(self, losses: Mapping[Key, Losses]) -> list[list[Option]]:
+        """Dense attention and the candidates whose losses are given, for each unit."""
+        return [
+            [dense, *(Option(key[1], self.costs[key], losses[key]) for key in some if key in losses)]
+            for dense, some in zip(self.all_dense(), self._cheaper.values(), strict=True)
+        ]
+
+
+def _cost(options: Sequence[Option]) -> float:
+    return sum(option.cost for option in options)

@@ -1,0 +1,195 @@
+"""`tune` finds a plan for a model: sensitivity of layers, then a knapsack, then verification.
+
+         `DEFAULT_CANDIDATES`: what tuning tries unless it is told.
+Budget   `tune` finds a plan for a model: sensitivity of layers, then a knapsack, then verification.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from attrs import field, frozen
+
+from blocksparse.check.validators import one_of, positive, size
+from blocksparse.presets.candidate import Candidate, TuneError
+from blocksparse.presets.plan import Plan, Try
+from blocksparse.tools.tune.choice import GuidedChoice, Losses, Option
+from blocksparse.tools.tune.cost import DENSE, Costs, Key
+from blocksparse.tools.tune.journal import Report
+from blocksparse.tools.tune.prompts import TunePrompt, by_length
+from blocksparse.tools.tune.sensitivity import PROBE
+from blocksparse.tools.tune.session import POSITIONS, Session
+from blocksparse.tools.tune.verify import plan_that_fits
+
+
+def _grid(
+    preset: str, argument: str, *values: Any, band: int | None = None, last: int | None = None, **rest: Any
+) -> list[Candidate]:
+    return [Candidate(preset, {argument: value, **rest}, band, last=last) for value in values]
+
+
+DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
+    *_grid("s2o", "tau", 0.03, 0.1, 0.3, S=128),
+    Candidate("s2o", {"tau": 0.1, "S": 64}),
+    Candidate("s2o", {"tau": 0.03, "S": 64, "band": 64}),
+    Candidate("s2o", {"tau": 0.03, "S": 512, "block": 128}),
+    Candidate("s2o", {"tau": 0.01, "S": 1024, "block": 128, "band": 128}),
+    *_grid("xattention", "mass", 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, band=64, block=64),
+    *_grid("xattention", "mass", 0.85, 0.9, 0.95, 0.97, band=128, stride=8, block=128, pattern="sum"),
+    # What `auto` does in causal calls, with dense rows for the question at the end of a prompt.
+    *_grid(
+        "xattention",
+        "mass",
+        0.8,
+        0.85,
+        0.9,
+        0.93,
+        0.95,
+        0.97,
+        band=128,
+        last=128,
+        stride=16,
+        block=128,
+        pattern="sum",
+    ),
+    *_grid("mean_pooling", "mass", 0.8, 0.9, 0.94, 0.97, 0.985, 0.995, band=128, block=64),
+    *_grid("mean_pooling", "mass", 0.9, 0.94, 0.97, 0.98, 0.99, band=128, block=128),
+    *_grid("pbs_attn", "mass", 0.75, 0.9, band=128, block=64),
+    *_grid("a_shape", "local", 256, 1024, 2048, 4096, sink=64),
+)
+"""What is tried unless the caller names candidates: few families, many settings; docs/start/tune.md explains."""
+
+
+_MOST = 0.9  # of a layer's work; a window that keeps more hardly shows here what it drops of longer prompts
+_RUNS = 8  # of the model with each unit, about; only the estimate of the time left rests on it
+
+
+@final
+@frozen
+class Budget:
+    """What a plan may lose on held prompts, in nats, less the noise of kernels."""
+
+    text_kl: float = field(default=0.03, validator=positive)  # mean KL of next-token distributions over the text
+    answer_kl: float = field(default=0.1, validator=positive)  # the same at the tokens of answers
+    tries: int = field(
+        default=6, validator=size, kw_only=True
+    )  # plans that are verified, unless none of them fits
+
+
+def tune(
+    network: Any,
+    prompts: Sequence[TunePrompt],
+    held: Sequence[TunePrompt],
+    *,
+    journal: Path,
+    budget: Budget = Budget(),
+    candidates: Sequence[Candidate] = DEFAULT_CANDIDATES,
+    minimise: str = "time",
+    batch: int = 1,
+    head_groups: int = 1,
+    positions: int = POSITIONS,
+    report: Report = lambda *_: None,
+) -> Plan:
+    """Choose one candidate, or dense attention, for each layer of a transformers model.
+
+    Each candidate is tried on the q, k and v of each layer. With some of them the model is run with that layer
+    alone sparse, and the KL of its predictions from dense attention's is recorded. A solver takes one for each
+    layer, at the least cost that the budget allows; it also says which candidates may be worth a run. The whole
+    plan is measured on held prompts, and the solver's budget is changed until what the plan really loses fits.
+
+    Args:
+        network: a causal language model of transformers, on the device and in the dtype in which it will run.
+        prompts: what candidates are compared on; the longest of them gives q, k, v and times.
+        held: other prompts, which whole plans are verified on.
+        journal: a file that gets every measurement. A run that was killed goes on from there, and a run with
+            the same model and prompts but another budget, say, takes what it needs from there.
+        budget: what the plan may lose.
+        candidates: what may attend in a layer; dense attention always may. One that keeps nine tenths of the work
+            of a layer or more is never taken there: it saves next to nothing, and a window or a number of tokens
+            that suffices here may not in longer prompts.
+        minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
+        batch: how many prompts a call will have; times are those of such calls.
+        head_groups: into how many groups the KV heads of each layer are split; each gets a choice of its own.
+        positions: at how many positions of a prompt's text predictions are compared.
+        report: is called with the progress.
+
+    Raises:
+        TuneError: the model or the prompts cannot be used, or the journal is that of another run.
+        TypeError, ValueError: another argument is of a wrong kind.
+    """
+    one_of("time", "density").check(minimise=minimise)
+    size.check(batch=batch, head_groups=head_groups, positions=positions)
+    if not candidates:
+        raise TuneError("'candidates' must have at least one candidate")
+    by_name = {str(candidate): candidate for candidate in candidates}
+    every = tuple(by_name.values())
+    session = Session.begin(
+        network,
+        prompts,
+        held,
+        journal=journal,
+        positions=positions,
+        report=report,
+        head_groups=head_groups,
+        batch=batch,
+    )
+    bench, units, work = session.bench, session.units, session.bench.work
+    timed = session.timed_units()
+    work.todo |= {
+        "comparing attention": PROBE * len(units) * len(by_name),
+        "timing": 3 * PROBE * len(timed) * (len(by_name) + 1),
+        "running the model": _RUNS * sum(map(bench.part_of_a_reading, units)) * len(prompts),
+        "verifying": 2.0 * len(held) * (budget.tries + 1),
+    }
+    work.begins()
+    probes = bench.probes(prompts.index(session.longest), session.longest, dict.fromkeys(units, every))
+    costs = Costs.of(probes, bench.times(session.longest, dict.fromkeys(timed, every), batch), minimise)
+    errors = {(unit, name): probe.error for unit, some in probes.items() for name, probe in some.items()}
+    choice = GuidedChoice(
+        {unit: costs(unit, DENSE) for unit in units},
+        {(unit, name): costs(unit, name) for unit, name in errors if probes[unit][name].density < _MOST},
+        errors,
+        {name: candidate.preset for name, candidate in by_name.items()},
+        partial(_losses, session, by_name),
+    )
+
+    def measured(taken: list[Option]) -> Try:
+        work.is_over("running the model")  # another budget may ask for a few candidates more
+        return session.verified([option.name for option in taken], by_name, costs)
+
+    taken, tried, tries = plan_that_fits(
+        choice,
+        choice.all_dense(),
+        (budget.text_kl, budget.answer_kl),
+        measured,
+        budget.tries,
+    )
+    return session.plan(
+        taken, by_name, costs, tried, tries, strategy="kl", budget=(budget.text_kl, budget.answer_kl)
+    )
+
+
+def _losses(session: Session, candidates: Mapping[str, Candidate], some: Sequence[Key]) -> dict[Key, Losses]:
+    """KL over the text and at answers of candidates in units, less that of everything kept.
+
+    Each is a mean over the prompts of about one length, of that length where it is greatest.
+    """
+    found: dict[Key, dict[int, Losses]] = {key: {} for key in some}
+    bench = session.bench
+    # One prompt after another, because outputs of layers are held of only one: of which they are, comes first.
+    for number, prompt in sorted(enumerate(session.prompts), key=lambda one: not bench.holds_outputs(one[1])):
+        for unit, name in some:
+            found[unit, name][number] = bench.losses(number, prompt, unit, candidates[name])
+    lengths = by_length(session.prompts).values()
+    asking = [[i for i in numbers if session.prompts[i].answers] for numbers in lengths]
+    return {
+        key: (
+            max(statistics.fmean(each[i][0] for i in numbers) for numbers in lengths),
+            max((statistics.fmean(each[i][1] for i in numbers) for numbers in asking if numbers), default=0.0),
+        )
+        for key, each in found.items()
+    }

@@ -1,0 +1,200 @@
+"""`Session` is what strategies share: checked prompts, units, measured plans, and the plan at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from attrs import frozen
+
+import blocksparse
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
+from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.presets.candidate import Candidate, TuneError
+from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Plan, Try
+from blocksparse.tools.tune.choice import Option
+from blocksparse.tools.tune.cost import DENSE, Costs, Unit
+from blocksparse.tools.tune.journal import Journal, Report, Work
+from blocksparse.tools.tune.prompts import LONG, TunePrompt, hash_of
+from blocksparse.tools.tune.sensitivity import Bench
+from blocksparse.tools.tune.verify import Verifier
+
+POSITIONS = 384  # of a prompt's text, at which predictions are compared unless the caller says otherwise
+_TIMED_UNITS = 4
+# A window of w of N tokens has 1 - (1 - w / N)^2 of the causal work. With nine tenths, the most that `tune` takes,
+# w is .68 N, so a prompt of this share of N shows what the window drops.
+_SEEN = LONG
+
+
+@final
+@frozen(eq=False)
+class Session:
+    """One run of tuning."""
+
+    bench: Bench
+    model: Fingerprint
+    units: Sequence[Unit]  # what gets a choice of its own, in order
+    prompts: Sequence[TunePrompt]
+    verifier: Verifier
+    about: Mapping[str, Any]
+    batch: int  # prompts in a call, when times are measured
+
+    @classmethod
+    def begin(
+        cls,
+        network: Any,
+        prompts: Sequence[TunePrompt],
+        held: Sequence[TunePrompt],
+        *,
+        journal: Path,
+        positions: int,
+        report: Report,
+        head_groups: int = 1,
+        batch: int = 1,
+    ) -> Session:
+        """Check everything, and open the journal.
+
+        Raises:
+            TuneError: there are too few prompts, the model cannot be tuned, or the journal is another run's.
+        """
+        for what, some in (("prompts", prompts), ("held", held)):
+            if not some:
+                raise TuneError(f"'{what}' must have at least one prompt")
+        if {hash_of([prompt]) for prompt in prompts} & {hash_of([prompt]) for prompt in held}:
+            raise TuneError("'held' must have other prompts than 'prompts', or nothing is verified")
+        longest, seen = (_longest(some).ids.shape[1] for some in (prompts, held))
+        if seen < _SEEN * longest:
+            raise TuneError(
+                f"the longest of 'held' must have {_SEEN:.0%} of the tokens of the longest of 'prompts' at least, "
+                f"or it does not show what windows drop: {seen} of {longest}; hold a longer prompt"
+            )
+        if network.training:
+            raise TuneError("the model must not be in training, where dropout draws numbers: call eval() first")
+        model, device = Fingerprint.of(network), network.device
+        if head_groups > model.kv_heads:
+            raise TuneError(f"'head_groups' must be at most {model.kv_heads}, the model's KV heads: {head_groups}")
+        try:
+            versions = {name: version(name) for name in ("torch", "transformers", "scipy", "cattrs")}
+        except PackageNotFoundError as error:
+            raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
+        # Nothing else is here, so that other candidates, budgets and strategies use the same measurements.
+        about = {
+            "model": model.weights,
+            "dtype": str(network.dtype).removeprefix("torch."),
+            "prompts": hash_of(prompts),
+            "held": hash_of(held),
+            "positions": positions,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type),
+            "versions": {"blocksparse": blocksparse.__version__, **versions},
+        }
+        bench = Bench(network, Journal.open(journal, about), Work(report, {}), positions)
+        layers = bench.sparse_layers(_longest(prompts), model.layers)
+        units = [unit for layer in layers for unit in Unit.of_layer(layer, model.kv_heads, head_groups)]
+        return cls(bench, model, units, prompts, Verifier(bench, held, model.layers), about, batch)
+
+    @property
+    def longest(self) -> TunePrompt:
+        """The longest prompt, the first of several."""
+        return _longest(self.prompts)
+
+    def timed_units(self) -> list[Unit]:
+        """Some units, spread evenly, whose times stand for all."""
+        return list(self.units[:: max(1, len(self.units) // _TIMED_UNITS)][:_TIMED_UNITS])
+
+    def verified(self, names: Sequence[str], candidates: Mapping[str, Candidate], costs: Costs) -> Try:
+        """What a plan, named unit by unit, truly loses on held prompts."""
+        found = self.verifier.of("\n".join(names), self._layers(names, candidates))
+        noise = self.verifier.noise({unit.layer for unit in self.units})
+        answers, dense_found = self.verifier.answers(), self.verifier.dense_found()
+        lengths = []
+        for tokens, (loss, density) in found.items():
+            text_kl, answer_kl = map(_short, loss.less(noise[tokens][0]))
+            counts = answers[tokens], dense_found[tokens], loss.found
+            lengths.append(AtLength(tokens, _short(density), text_kl, answer_kl, *counts))
+        ms = sum(costs.ms(unit, name) for unit, name in zip(self.units, names, strict=True))
+        return Try(
+            lengths[-1].density,
+            max(each.text_kl for each in lengths),
+            max(each.answer_kl for each in lengths),
+            sum(each.found for each in lengths),
+            _short(ms),
+            tuple(lengths),
+        )
+
+    def plan(
+        self,
+        taken: Sequence[Option],
+        candidates: Mapping[str, Candidate],
+        costs: Costs,
+        tried: Try,
+        tries: Sequence[Try],
+        *,
+        strategy: str,
+        budget: tuple[float | None, float | None],
+    ) -> Plan:
+        """The plan with all evidence; layers that no pipeline can attend in are dense."""
+        parts = {}
+        for unit, option in zip(self.units, taken, strict=True):
+            whole = len(unit.heads) == unit.kv_heads
+            parts[unit.layer, unit.heads] = Part(
+                unit.layer,
+                None if whole else unit.heads,
+                candidates.get(option.name),
+                1.0 if option.name == DENSE else _short(costs.density[unit, option.name]),
+                _short(option.losses[0]),
+                _short(option.losses[1]),
+                _short(costs.ms(unit, option.name)),
+            )
+        for layer in set(range(self.model.layers)) - {unit.layer for unit in self.units}:
+            parts[layer, ()] = Part(layer, None, None, 1.0, 0.0, 0.0, 0.0)
+        noise = [loss for loss, _ in self.verifier.noise({unit.layer for unit in self.units}).values()]
+        every = [*self.prompts, *self.verifier.held]
+        evidence = Evidence(
+            strategy=strategy,
+            minimise=costs.minimise,
+            text_kl_budget=budget[0],
+            answer_kl_budget=budget[1],
+            tokens=tuple(sorted({prompt.ids.shape[1] for prompt in every})),
+            prompts=self.about["prompts"],
+            held=self.about["held"],
+            answers=sum(self.verifier.answers().values()),
+            dense_found=sum(self.verifier.dense_found().values()),
+            noise_text_kl=_short(max(loss.text for loss in noise)),
+            noise_answer_kl=_short(max(loss.answers for loss in noise)),
+            dense_ms=_short(sum(costs.ms(unit, DENSE) for unit in self.units)),
+            batch=self.batch,
+            plan=tried,
+            tries=tuple(tries),
+            candidates=len(candidates),
+            dtype=self.about["dtype"],
+            device=self.about["device"],
+            versions=self.about["versions"],
+        )
+        self.bench.work.ends()
+        return Plan(self.model, tuple(parts[key] for key in sorted(parts)), evidence)
+
+    def _layers(self, names: Sequence[str], candidates: Mapping[str, Candidate]) -> dict[int, LayerPipeline]:
+        """The layers that are not wholly dense, and what attends in them."""
+        groups: dict[int, dict[Heads, AnyPipeline | None]] = {}
+        for unit, name in zip(self.units, names, strict=True):
+            groups.setdefault(unit.layer, {})[unit.heads] = None if name == DENSE else candidates[name].pipeline()
+        layers: dict[int, LayerPipeline] = {}
+        for layer, of_heads in groups.items():
+            only, *more = of_heads.values()
+            if more and any(pipeline is not None for pipeline in of_heads.values()):
+                layers[layer] = HeadGroups(of_heads)
+            elif only is not None:
+                layers[layer] = only
+        return layers
+
+
+def _longest(prompts: Sequence[TunePrompt]) -> TunePrompt:
+    return max(prompts, key=lambda prompt: prompt.ids.shape[1])
+
+
+def _short(number: float) -> float:
+    """Five digits that count, for people to read."""
+    return float(f"{number:.5g}")

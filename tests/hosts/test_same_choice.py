@@ -1,0 +1,166 @@
+"""Layers that attend to what one of them chose, in models of transformers and of diffusers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+
+import transformers
+from tests.hosts.diffusion_models import CASES, SMALL, at, given
+
+import blocksparse as bs
+from blocksparse.hosts import diffusers as diffusion
+from blocksparse.hosts import transformers as language
+from blocksparse.observe import Audit
+from blocksparse.observe.density_recorder import DensityRecorder
+
+
+@frozen(eq=False)
+class Watched(bs.Executor[bs.Permutation, bs.BlockMask]):
+    """The reference, which keeps every mask that it got."""
+
+    masks: list[bs.BlockMask] = field(factory=list)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: bs.BlockMask,
+        spec: bs.AttentionSpec,
+        out: Tensor | None = None,
+    ) -> bs.AttentionOutput:
+        self.masks.append(mask)
+        return bs.ReferenceExecutor()(q, k, v, mask, spec, out)
+
+
+def watching(block: int = 16) -> tuple[Watched, bs.Pipeline[Any, Any, Any]]:
+    executor = Watched()
+    return executor, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(block), bs.TopK(2), executor)
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers_of_a_language_model(compiled: bool) -> None:
+    """Prompts of two lengths in a batch, and another batch after it; layer 0 chooses for itself."""
+    model, (executor, pipeline) = llama(), watching()
+    schedule, lengths = bs.Schedule(pipeline, same_choice=((1, 2, -1),)), [150] if compiled else [150, 100]
+    torch.compiler.reset()
+    call: Any = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with language.attach(model, schedule, min_tokens=16, min_queries=1):
+        chosen = []
+        for seed in range(2):
+            executor.masks.clear()
+            ids = torch.randint(1, 61, (len(lengths), 150), generator=torch.Generator().manual_seed(seed))
+            padding = torch.stack([torch.arange(150) >= 150 - length for length in lengths]).long()
+            cache = transformers.DynamicCache(config=model.config)
+            call(input_ids=ids, attention_mask=None if compiled else padding, past_key_values=cache)
+            layers = [executor.masks[i : i + len(lengths)] for i in range(0, len(executor.masks), len(lengths))]
+            assert len(layers) == 4
+            assert [mask.grid.k_len for mask in layers[1]] == lengths
+            for one, *others in zip(*layers[1:], strict=True):
+                assert all(other is one for other in others)
+            assert layers[0][0] is not layers[1][0]
+            chosen.append(layers[1][0].keep)
+        assert not torch.equal(*chosen)
+    torch.compiler.reset()
+
+
+def test_what_records_and_audits_of_a_language_model_say() -> None:
+    model, (_, pipeline) = llama(), watching()
+    recorder, audit = DensityRecorder(), Audit(rows=16, every=1)
+    ids = torch.randint(1, 61, (1, 150))
+    with language.attach(model, pipeline, min_tokens=16):
+        alone = model(input_ids=ids, use_cache=False).logits
+    schedule = bs.Schedule(pipeline, same_choice=((0, 1, 2, 3),))
+    with language.attach(model, schedule, min_tokens=16, recorder=recorder, audit=audit):
+        together = model(input_ids=ids, use_cache=False).logits
+        model(input_ids=ids, use_cache=False)
+    assert recorder.sparse_calls() == dict.fromkeys(range(4), 2)
+    assert bool((recorder.density() == recorder.density()[0]).all())
+    found = audit.layers()
+    assert [layer.audited for layer in found] == [2, 2, 2, 2]
+    assert all(layer.covered_mass is not None and 0.1 < layer.covered_mass.value < 1 for layer in found)
+    assert (together - alone).abs().max() > 1e-4
+    with language.attach(model, bs.Schedule(pipeline, same_choice=((0, 1),)), min_tokens=1000):
+        model(input_ids=ids, use_cache=False)  # dense, whatever is shared
+
+
+def run(model: Any, inputs: dict[str, Any]) -> Tensor:
+    out: Tensor = model(**inputs, return_dict=False)[0]
+    return out
+
+
+def test_layers_of_a_video_model() -> None:
+    """Each step chooses anew, but for those that keep choices, and each half of guidance for itself."""
+    case = CASES["wan"]
+    torch.manual_seed(0)
+    model, halves = case.model().eval(), [given(case, SMALL), given(case, SMALL)]
+    for every, ages in ((None, [0, 0, 0]), (2, [0, 1, 0])):
+        executor, pipeline = watching()
+        recorder, seen = DensityRecorder(), []
+        schedule = bs.Schedule(pipeline, same_choice=((0, 1),))
+        with diffusion.attach(model, schedule, min_tokens=1, choose_every=every, recorder=recorder):
+            for timestep in (900.0, 800.0, 700.0):
+                recorder.clear()
+                for half in halves:
+                    run(model, {**half, "timestep": at(1, timestep)})
+                seen.append(recorder.choice_ages())
+        assert seen == [{0: Counter({age: 2}), 1: Counter({age: 2})} for age in ages]
+        first, second, *_ = pairs = [executor.masks[i : i + 2] for i in range(0, len(executor.masks), 2)]
+        assert all(one is other for one, other in pairs)
+        assert first[0] is not second[0]
+
+
+def test_a_kept_choice_that_covers_too_little_is_made_anew() -> None:
+    """By an audit of each call, and bounds that all or none cross; with `fall_back` the layer is dense."""
+    case, (_, pipeline) = CASES["wan"], watching()
+    torch.manual_seed(0)
+    model, inputs = case.model().eval(), given(case, SMALL)
+    bounds: list[dict[str, Any]] = [{"min_mass": 1.0}, {"min_mass": 0.0}, {"min_mass": 1.0, "fall_back": True}]
+    told: list[dict[str, Any]] = []
+    for bound in bounds:
+        recorder, audit = DensityRecorder(), Audit(rows=16, every=1, **bound)
+        with diffusion.attach(model, pipeline, min_tokens=1, choose_every=9, recorder=recorder, audit=audit):
+            for timestep in (900.0, 800.0, 700.0):
+                run(model, {**inputs, "timestep": at(1, timestep)})
+        told.append({"ages": recorder.choice_ages()[0], "dense": recorder.dense_calls().get(0, Counter())})
+        assert audit.layers()[0].audited == (1 if "fall_back" in bound else 3)
+    assert told[0] == {"ages": Counter({0: 3}), "dense": Counter()}
+    assert told[1] == {"ages": Counter({0: 1, 1: 1, 2: 1}), "dense": Counter()}
+    assert told[2]["ages"] == Counter({0: 1})
+    assert told[2]["dense"].total() == 2
+
+
+def test_an_audit_of_a_video_model() -> None:
+    """Without kept choices, and of groups of heads; where nothing is left out, nothing is off."""
+    case = CASES["hunyuan_video"]
+    torch.manual_seed(0)
+    model, inputs = case.model().eval(), given(case, SMALL)
+    everything: Any = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(8), bs.Everything(), bs.ReferenceExecutor())
+    for attention in (everything, bs.HeadGroups({(0,): everything, (1,): None})):
+        audit, recorder = Audit(rows=16, every=1), DensityRecorder()
+        with diffusion.attach(model, attention, min_tokens=1, audit=audit, recorder=recorder):
+            run(model, inputs)
+        assert recorder.sparse_calls() == {layer.layer: 1 for layer in audit.layers()}
+        for layer in audit.layers():
+            assert layer.covered_mass is not None
+            assert layer.error is not None
+            assert layer.covered_mass.value == pytest.approx(1, abs=1e-5)
+            assert layer.error.value < 1e-5

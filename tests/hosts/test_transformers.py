@@ -1,0 +1,1149 @@
+"""Every situation of a transformers model, against eager attention of the same model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.machine import needs_gpu
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from attrs import evolve, frozen
+from tests.specs import asked
+from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from blocksparse import (
+    AttentionOutput,
+    BlockMask,
+    Everything,
+    Executor,
+    Identity,
+    MeanPoolScorer,
+    Permutation,
+    Pipeline,
+    ReferenceExecutor,
+    SegmentKeySort,
+    TopK,
+    TritonExecutor,
+)
+from blocksparse.hosts.transformers import Attachment, DensityRecorder, attach
+from blocksparse.hosts.transformers.prompt_mask import PromptMask
+from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
+from blocksparse.layers.schedule import LayerPipeline, Schedule
+from blocksparse.spec import AttentionSpec
+from blocksparse.testing import every_preset, make_qkv
+
+DENSE_LIMIT: AnyPipeline = Pipeline(SegmentKeySort(S=64), MeanPoolScorer(32), Everything(), ReferenceExecutor())
+SPARSE: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
+
+LAYERS, HEADS, WINDOW, VOCABULARY = 2, 4, 48, 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, **ALTERNATING, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **ALTERNATING, head_dim=8, query_pre_attn_scalar=8),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, **ALTERNATING, head_dim=8, num_local_experts=2, num_experts_per_tok=1
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": HEADS},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        first_k_dense_replace=LAYERS,
+    ),
+}
+SPARSE_MODELS = ("llama", "qwen3", "deepseek_v3")
+"""Models in which nothing stands against a pipeline."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small spend their time waking threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _registries_are_left_as_found() -> Iterator[None]:
+    before = [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
+    yield
+    assert [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)] == before
+
+
+def make(name: str, **other: Any) -> Any:
+    """A tiny random model with weights large enough for attention to be far from uniform."""
+    torch.manual_seed(0)
+    config = MODELS[name]()
+    config.update(other)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.3)
+    return model
+
+
+def tokens(length: int, *, batch: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
+
+
+def attached(model: Any, recorder: DensityRecorder, pipeline: LayerPipeline = DENSE_LIMIT) -> Attachment:
+    return attach(model, pipeline, min_tokens=16, min_queries=2, min_window=16, recorder=recorder)
+
+
+def assert_same_logits(
+    model: Any,
+    run: Callable[[Any], Tensor],
+    recorder: DensityRecorder,
+    pipeline: LayerPipeline = DENSE_LIMIT,
+) -> None:
+    """`run` gives what eager attention gives, within fp32 rounding."""
+    expected = run(model)
+    with attached(model, recorder, pipeline):
+        actual = run(model)
+    assert torch.isfinite(expected).all()
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
+def all_sparse(recorder: DensityRecorder, calls: int = 1) -> bool:
+    return recorder.sparse_calls() == dict.fromkeys(range(LAYERS), calls) and recorder.dense_calls() == {}
+
+
+def all_dense(recorder: DensityRecorder, reason: str, calls: int = 1) -> bool:
+    expected = {layer: Counter({reason: calls}) for layer in range(LAYERS)}
+    return recorder.sparse_calls() == {} and recorder.dense_calls() == expected
+
+
+# ---- prefill goes sparse
+
+
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("length", [65, 129])
+def test_one_shot_prefill_is_sparse(name: str, batch: int, length: int) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(length, batch=batch)
+    assert_same_logits(make(name), lambda model: model(ids).logits, recorder)
+    assert all_sparse(recorder)
+
+
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+def test_a_mask_of_ones_is_no_mask(name: str) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(100, batch=2)
+    assert_same_logits(make(name), lambda model: model(ids, attention_mask=torch.ones_like(ids)).logits, recorder)
+    assert all_sparse(recorder)
+
+
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "ones"])
+def test_unaligned_chunks_are_sparse_and_add_up(name: str, static: bool, masked: bool) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(150, batch=2)
+
+    def run(model: Any) -> Tensor:
+        cache = (
+            StaticCache(config=model.config, max_cache_len=170) if static else DynamicCache(config=model.config)
+        )
+        logits, done = [], 0
+        for size in (37, 64, 49):
+            mask = torch.ones_like(ids[:, : done + size]) if masked else None
+            chunk = ids[:, done : done + size]
+            logits.append(model(chunk, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+            done += size
+        return torch.cat(logits, 1)
+
+    model = make(name)
+    assert_same_logits(model, run, recorder)
+    assert all_sparse(recorder, calls=3)
+    with attached(model, DensityRecorder()):
+        torch.testing.assert_close(run(model), model(ids).logits, atol=1e-3, rtol=1e-4)
+
+
+def test_chunks_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    import blocksparse.hosts.transformers.mask_request as integration
+
+    model, recorder = make("llama"), DensityRecorder()
+    monkeypatch.setattr(integration, "sdpa_mask", lambda **request: pytest.fail(f"a mask is made for {request}"))
+    with attached(model, recorder):
+        cache = DynamicCache(config=model.config)
+        for chunk in tokens(96).split(32, dim=1):
+            model(chunk, past_key_values=cache)
+    assert all_sparse(recorder, calls=3)
+
+
+def test_prefill_of_a_static_cache_is_sparse() -> None:
+    recorder = DensityRecorder()
+    ids = tokens(70)
+
+    def run(model: Any) -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=200)
+        logits: Tensor = model(ids, past_key_values=cache, use_cache=True).logits
+        return logits
+
+    assert_same_logits(make("llama"), run, recorder)
+    assert all_sparse(recorder)
+
+
+def test_density_below_one_changes_the_output() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    ids = tokens(128)
+    expected = model(ids).logits
+    with attached(model, recorder, SPARSE):
+        actual = model(ids).logits
+    assert not torch.allclose(actual, expected, atol=1e-2)
+    density = recorder.density()
+    assert density.shape == (LAYERS, HEADS)
+    assert bool((density < 0.5).all())
+    # TopK(2) on 8 rows of blocks, the first of which holds one block: 15 of 36.
+    torch.testing.assert_close(density, torch.full_like(density, 15 / 36))
+
+
+def test_chunks_have_the_density_of_the_prompt() -> None:
+    model, whole, chunked = make("llama"), DensityRecorder(), DensityRecorder()
+    ids = tokens(128)
+    with attached(model, whole, SPARSE):
+        model(ids)
+    with attached(model, chunked, SPARSE):
+        cache = DynamicCache(config=model.config)
+        for chunk in ids.split(64, dim=1):
+            model(chunk, past_key_values=cache)
+    torch.testing.assert_close(chunked.density(), whole.density(), atol=0.02, rtol=0)
+
+
+# ---- generate
+
+
+def generate(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    out: Tensor = model.generate(ids, max_new_tokens=6, do_sample=False, **kwargs)
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "how", [{}, {"prefill_chunk_size": 23}, {"cache_implementation": "static"}], ids=["plain", "chunked", "static"]
+)
+def test_generate_gives_the_same_tokens(name: str, how: dict[str, Any]) -> None:
+    if name == "deepseek_v3" and how.get("cache_implementation"):
+        pytest.skip("one case of MLA is enough")
+    model, ids = make(name), tokens(80, batch=2)
+    kwargs = how | {"attention_mask": torch.ones_like(ids)}
+    expected = generate(model, ids, **kwargs)
+    recorder = DensityRecorder()
+    with attached(model, recorder):
+        actual = generate(model, ids, **kwargs)
+    assert torch.equal(actual, expected)
+    if name in SPARSE_MODELS:
+        prefills = 4 if "prefill_chunk_size" in how else 1
+        assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), prefills)
+        assert all(reasons == Counter(decode=5) for reasons in recorder.dense_calls().values())
+
+
+def test_generate_from_left_padded_prompts() -> None:
+    model, ids = make("llama"), tokens(80, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :17] = 0
+    expected = generate(model, ids, attention_mask=mask)
+    recorder = DensityRecorder()
+    with attached(model, recorder):
+        actual = generate(model, ids, attention_mask=mask)
+    assert torch.equal(actual, expected)
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 2)  # one for each prompt
+    assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
+
+
+# ---- every preset
+
+
+each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
+
+
+def small(preset: Callable[..., AnyPipeline]) -> AnyPipeline:
+    """The preset in blocks of 64 where it has a size to choose, on the executor that runs everything."""
+    sizes = {"block": 64} if "block" in inspect.signature(preset).parameters else {}
+    return preset(**sizes, executor=ReferenceExecutor())
+
+
+@pytest.mark.slow
+@each_preset
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+@pytest.mark.parametrize("sizes", [(150,), (37, 64, 49)], ids=["whole", "chunks"])
+def test_every_preset_that_keeps_everything_is_dense(
+    name: str, sizes: tuple[int, ...], preset: Callable[..., AnyPipeline]
+) -> None:
+    """In whatever order the preset puts the tokens, and however long its blocks are."""
+    recorder, ids = DensityRecorder(), tokens(150, batch=2)
+
+    def run(model: Any) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        chunks = ids.split(sizes, dim=1)
+        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+
+    assert_same_logits(make(name), run, recorder, evolve(small(preset), selector=Everything()))
+    assert all_sparse(recorder, calls=len(sizes))
+
+
+@each_preset
+@pytest.mark.parametrize("M", [300, 130])
+def test_every_preset_attends_in_a_model_as_when_called(preset: Callable[..., AnyPipeline], M: int) -> None:
+    model, recorder, pipeline = make("llama"), DensityRecorder(), small(preset)
+    q, k, v = make_qkv(B=2, Hq=HEADS, Hkv=2, M=M, N=300, D=16)
+    with attached(model, recorder, pipeline) as attachment:
+        request: dict[str, Any] = {"batch_size": 2, "q_length": M, "kv_length": 300, "device": q.device}
+        mask = AttentionMaskInterface._global_mapping[attachment.key](**request, q_offset=300 - M)
+        attend = AttentionInterface._global_mapping[attachment.key]
+        out, weights = attend(model.model.layers[1].self_attn, q, k, v, mask, scaling=0.2)
+    expected = pipeline.trace(q, k, v, scale=0.2)
+    assert weights is None
+    assert torch.equal(out, expected.output.out.transpose(1, 2))
+    torch.testing.assert_close(recorder.density()[1], expected.density().mean(0))
+    assert recorder.sparse_calls() == {1: 1}
+
+
+@each_preset
+def test_every_preset_generates(preset: Callable[..., AnyPipeline]) -> None:
+    """Prefill is sparse and says the first token, padding or not; decoding is dense."""
+    model, ids, recorder = make("llama"), tokens(300, batch=2), DensityRecorder()
+    padded = torch.ones_like(ids)
+    padded[0, :17] = 0
+    with attached(model, recorder, small(preset)):
+        first = model(ids).logits[:, -1].argmax(-1)
+        recorder.clear()
+        answer = generate(model, ids, attention_mask=torch.ones_like(ids))
+        assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
+        assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
+        assert torch.equal(answer[:, 300], first)
+        recorder.clear()
+        assert torch.equal(generate(model, ids, attention_mask=padded)[1], answer[1])
+        assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 2)
+        assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
+
+
+# ---- everything else is dense and exact
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("length", [40, 100])
+def test_padding_of_models_with_softcap_or_sinks(name: str, length: int) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(length, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    seen = mask.bool().unsqueeze(-1)
+    assert_same_logits(make(name), lambda m: m(ids, attention_mask=mask).logits.where(seen, 0.0), recorder)
+    assert all_sparse(recorder, calls=2)  # one for each prompt
+
+
+@pytest.mark.parametrize("boolean", [False, True], ids=["added", "bool"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_masks_of_the_caller_are_dense(name: str, boolean: bool) -> None:
+    model, recorder = make(name), DensityRecorder()
+    ids = tokens(40)
+    allowed = torch.ones(40, 40, dtype=torch.bool).tril() & (torch.rand(40, 40) < 0.7) | torch.eye(40).bool()
+    added = torch.zeros(1, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    expected = model(ids, attention_mask=added).logits  # eager takes no bool mask
+    with attached(model, recorder):
+        actual = model(ids, attention_mask=allowed[None, None] if boolean else added).logits
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+    assert all_dense(recorder, "mask")
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_chunks_that_grow_out_of_the_window(name: str, static: bool) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(95, batch=2)
+
+    def run(model: Any) -> Tensor:
+        cache = (
+            StaticCache(config=model.config, max_cache_len=120) if static else DynamicCache(config=model.config)
+        )
+        chunks = ids.split([20, 25, 30, 20], dim=1)
+        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+
+    assert_same_logits(make(name), run, recorder)
+    if name != "mistral":
+        assert all_sparse(recorder, calls=4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_decoding_is_dense(name: str, static: bool) -> None:
+    recorder = DensityRecorder()
+    ids = tokens(60, batch=2)
+
+    def run(model: Any) -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+        model(ids[:, :-3], past_key_values=cache)
+        return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(-4, -1)], 1)
+
+    assert_same_logits(make(name), run, recorder)
+    assert all(reasons["decode"] == 3 for reasons in recorder.dense_calls().values())
+
+
+def test_short_calls_are_dense() -> None:
+    model, ids = make("llama"), tokens(60)
+    expected = model(ids).logits
+    with attach(model, SPARSE, min_tokens=60, min_queries=60, recorder=(just_enough := DensityRecorder())):
+        model(ids)
+    assert all_sparse(just_enough)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"min_tokens": 61}, "fewer than min_tokens"),
+        ({"min_tokens": 1, "min_queries": 61}, "fewer than min_queries"),
+    ]
+    for limits, reason in cases:
+        recorder = DensityRecorder()
+        with attach(model, SPARSE, recorder=recorder, audit=None, **limits):
+            torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=1e-4)
+        assert all_dense(recorder, reason)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_short_chunks_are_dense_and_aligned_to_the_last_key(static: bool) -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60, batch=2)
+
+    def run() -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split([50, 7, 3], 1)], 1)
+
+    expected = run()
+    with attach(model, DENSE_LIMIT, min_tokens=1, min_queries=8, recorder=recorder):
+        torch.testing.assert_close(run(), expected, atol=2e-4, rtol=1e-4)
+    assert recorder.sparse_calls() == {0: 1, 1: 1}
+    assert recorder.dense_calls()[0] == Counter({"fewer than min_queries": 2})
+
+
+def test_calls_with_gradients_are_dense() -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
+    with torch.enable_grad():
+        expected = torch.autograd.grad(model(ids).logits.square().mean(), model.lm_head.weight)[0]
+        with attached(model, recorder):
+            actual = torch.autograd.grad(model(ids).logits.square().mean(), model.lm_head.weight)[0]
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+    assert all_dense(recorder, "gradients")
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("trained", ["", "layers.1.self_attn.q_proj"], ids=["all weights", "some weights"])
+def test_a_training_step_is_dense_whatever_is_checkpointed(reentrant: bool, trained: str) -> None:
+    """Reentrant checkpointing runs the forward pass without gradients, so grad mode does not tell."""
+    recorder, ids = DensityRecorder(), tokens(60)
+
+    def step(model: Any, **options: Any) -> list[Tensor]:
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(trained in name)
+        if options:
+            model.gradient_checkpointing_enable(options)
+            model.enable_input_require_grads()  # as PEFT does for adapters
+        with torch.enable_grad():
+            loss = model.train()(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
+
+    expected = step(make("llama"))
+    with attached(model := make("llama"), recorder, SPARSE):
+        actual = step(model, use_reentrant=reentrant)
+        model.eval()
+        model(ids)  # an evaluation between two steps
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+    assert all(set(calls) <= {"gradients", "training"} for calls in recorder.dense_calls().values())
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_a_checkpointed_call_is_dense_in_eval_mode(reentrant: bool) -> None:
+    """As where prompts are tuned through a frozen model."""
+    recorder, ids = DensityRecorder(), tokens(60)
+
+    def gradient(model: Any) -> Tensor:
+        embedded: Tensor = model.get_input_embeddings()(ids).detach().requires_grad_()
+
+        def forward(x: Tensor) -> Tensor:
+            logits: Tensor = model(inputs_embeds=x, use_cache=False).logits
+            return logits
+
+        with torch.enable_grad():
+            logits: Tensor = torch.utils.checkpoint.checkpoint(forward, embedded, use_reentrant=reentrant)
+            logits.square().mean().backward()
+        assert embedded.grad is not None
+        return embedded.grad
+
+    expected = gradient(make("llama"))
+    with attached(model := make("llama"), recorder, SPARSE):
+        actual = gradient(model)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+    assert all_dense(recorder, "gradients", calls=2)
+
+
+def test_a_model_in_training_says_how_to_make_it_sparse(caplog: pytest.LogCaptureFixture) -> None:
+    model, recorder = make("llama").train(), DensityRecorder()
+    with attached(model, recorder):
+        model(tokens(60))
+    assert all_dense(recorder, "training")
+    assert "2 x training (call model.eval() for inference)" in caplog.text
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["mixed dtypes", "one dtype"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_autocast_is_that_of_dense_attention(cached: bool, recorded: bool) -> None:
+    """Rotary embeddings widen queries and keys, a cache the values too; without one they come in bf16."""
+    model, ids = make("llama"), tokens(100, batch=2)
+    exact = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids, use_cache=cached).logits
+        with attach(model, DENSE_LIMIT, min_tokens=1, recorder=DensityRecorder() if recorded else None):
+            actual = model(ids, use_cache=cached).logits
+    assert float((actual - exact).abs().max()) < 2 * float((expected - exact).abs().max())
+
+
+def test_dropout_is_dense() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with attached(model.train(), recorder):
+        model(tokens(60))
+    assert all_dense(recorder, "dropout")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("by_config", [False, True], ids=["argument", "config"])
+def test_output_attentions_are_those_of_eager(name: str, by_config: bool) -> None:
+    model, recorder, ids = make(name), DensityRecorder(), tokens(60)
+    model.config.output_attentions = by_config
+    asked = {} if by_config else {"output_attentions": True}
+    expected = model(ids, **asked).attentions
+    with attached(model, recorder):
+        actual = model(ids, **asked).attentions
+    assert len(actual) == LAYERS
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    assert all_dense(recorder, "output_attentions")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_bidirectional_modules_are_dense(name: str) -> None:
+    model, recorder, ids = make(name), DensityRecorder(), tokens(40)
+    model.config.is_causal = False
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    assert_same_logits(model, lambda m: m(ids).logits, recorder)
+    assert all_dense(recorder, "not causal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_compiled_models_give_the_same(static: bool) -> None:
+    model, ids = make("llama", num_hidden_layers=1), tokens(60)
+
+    def run(call: Callable[..., Any]) -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+        chunks = ids.split([50, 9, 1], dim=1)
+        return torch.cat([call(chunk, past_key_values=cache).logits for chunk in chunks], 1)
+
+    expected = run(model)
+    with attached(model, DensityRecorder()):
+        actual = run(torch.compile(model, backend="eager"))
+    torch.compiler.reset()
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "broken"])
+def test_compiled_chunks_are_sparse(whole: bool) -> None:
+    """In one graph, or in parts: what a mask says survives a break. Detached, the compiled model is as before."""
+    model, ids, recorder = make("llama"), tokens(60), DensityRecorder()
+    if not whole:
+        model.model.layers[0].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+
+    def run(call: Callable[..., Any]) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        return torch.cat([call(chunk, past_key_values=cache).logits for chunk in ids.split([40, 20], 1)], 1)
+
+    expected = run(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=whole)
+    with attached(model, recorder):
+        torch.testing.assert_close(run(compiled), expected, atol=2e-4, rtol=1e-4)
+    assert recorder.sparse_calls() == {0: 2, 1: 2}
+    if whole:
+        torch.testing.assert_close(run(compiled), expected, atol=2e-4, rtol=1e-4)
+        assert recorder.sparse_calls() == {0: 2, 1: 2}
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_compiled_model_that_is_dense_says_so(cache: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a cache transformers makes masks inside of what is compiled; a log tells it when it is detached."""
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    made: Any = transformers.LlamaForCausalLM
+    model, recorder = made(config).eval(), DensityRecorder()
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), attach(model, SPARSE, recorder=recorder):
+        compiled(torch.randint(16, (1, 600)), use_cache=cache)
+    torch.compiler.reset()
+    assert bool(recorder.sparse_calls()) == cache
+    assert ("compiled" in caplog.text) != cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [0, 17])
+def test_generate_compiles_chunks_of_a_static_cache(padding: int) -> None:
+    """As it does by itself on a GPU: it makes the masks outside of what it compiles."""
+    model, ids = make("llama", num_hidden_layers=1), tokens(80, batch=2)
+    mask, recorder = torch.ones_like(ids), DensityRecorder()
+    mask[0, :padding] = 0
+    how: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": 23, "attention_mask": mask}
+    expected = generate(model, ids, **how)
+    compiling = transformers.generation.CompileConfig(backend="eager")
+    compiling._compile_all_devices = True
+    torch.compiler.reset()
+    with attached(model, recorder):
+        actual = generate(model, ids, compile_config=compiling, **how)
+    torch.compiler.reset()
+    assert torch.equal(actual, expected)
+    assert recorder.sparse_calls()[0] >= 3
+
+
+@needs_gpu
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("min_queries", [2, 1000], ids=["sparse", "dense"])
+def test_chunks_on_a_gpu(static: bool, min_queries: int) -> None:
+    wide = SIZES | {"hidden_size": 256}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**wide)
+    model: Any = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    model = model.to("cuda", torch.bfloat16).eval()
+    ids = tokens(450, batch=2).cuda()
+
+    def run() -> Tensor:
+        cache = (
+            StaticCache(config=model.config, max_cache_len=500) if static else DynamicCache(config=model.config)
+        )
+        chunks = ids.split([130, 200, 119, 1], dim=1)
+        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1).float()
+
+    expected, recorder = run(), DensityRecorder()
+    pipeline = Pipeline(SegmentKeySort(S=128), MeanPoolScorer(64), Everything(), TritonExecutor())
+    with attach(model, pipeline, min_tokens=1, min_queries=min_queries, recorder=recorder):
+        actual = run()
+    assert recorder.sparse_calls() == ({0: 3, 1: 3} if min_queries == 2 else {})
+    assert float((actual - expected).abs().max()) < 0.03 * float(expected.abs().max())
+
+
+# ---- layers, recorder, attaching
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(None, layers={1: SPARSE}),
+        Schedule(SPARSE, dense=[0]),
+        Schedule(DENSE_LIMIT, layers={-1: SPARSE}, dense=[-2]),
+    ],
+    ids=["single", "all but the first", "from the end"],
+)
+def test_layers_may_differ(schedule: Schedule) -> None:
+    model, ids, recorder = make("llama"), tokens(128), DensityRecorder()
+    with attach(model, schedule, min_tokens=1, recorder=recorder):
+        model(ids)
+    assert recorder.sparse_calls() == {1: 1}
+    assert recorder.dense_calls() == {0: Counter({"no pipeline for this layer": 1})}
+    density = recorder.density()
+    assert bool(density[0].isnan().all())
+    torch.testing.assert_close(density[1], torch.full((HEADS,), 15 / 36, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_head_groups_attend_in_every_layer(recorded: bool) -> None:
+    """Heads of a dense group are dense in the model too, and the recorder has them apart."""
+    model, ids, recorder = make("llama"), tokens(128), DensityRecorder()
+    expected = model(ids).logits
+    everything = HeadGroups({(1,): DENSE_LIMIT, (0,): None})
+    with attach(model, everything, min_tokens=1, recorder=recorder if recorded else None):
+        torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=1e-4)
+    recorder.clear()
+    with attach(model, HeadGroups({(1,): SPARSE, (0,): None}), min_tokens=1, recorder=recorder):
+        model(ids)
+    assert all_sparse(recorder)
+    by_layer = torch.tensor([1, 1, 15 / 36, 15 / 36], dtype=torch.float64)
+    torch.testing.assert_close(recorder.density(), by_layer.expand(LAYERS, HEADS))
+
+
+@frozen(eq=False)
+class _FirstBlockOnly(Executor[Permutation, BlockMask]):
+    """Stops after the first block of each row."""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
+    ) -> AttentionOutput:
+        visited = BlockMask(mask.keep & (torch.arange(mask.grid.cols) == 0), mask.grid)
+        return replace(ReferenceExecutor()(q, k, v, visited, asked(visited, spec.scale)), visit=visited)
+
+
+def test_an_early_stop_counts_in_the_density() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    stops: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), Everything(), _FirstBlockOnly())
+    with attached(model, recorder, stops):
+        model(tokens(128))
+    torch.testing.assert_close(recorder.density(), torch.full((LAYERS, HEADS), 8 / 36, dtype=torch.float64))
+
+
+def test_head_groups_are_of_the_heads_of_the_model() -> None:
+    model = make("llama")
+    with (
+        attach(model, Schedule(None, layers={0: HeadGroups({(0,): SPARSE})}), min_tokens=1),
+        pytest.raises(ValueError, match="must name each of the 2 KV heads; missing: 1"),
+    ):
+        model(tokens(128))
+
+
+def test_two_models_keep_their_own_pipelines() -> None:
+    one, two, ids = make("llama"), make("llama"), tokens(128)
+    seen_one, seen_two = DensityRecorder(), DensityRecorder()
+    expected = one(ids).logits
+    with attached(one, seen_one, DENSE_LIMIT), attached(two, seen_two, SPARSE):
+        torch.testing.assert_close(one(ids).logits, expected, atol=2e-4, rtol=1e-4)
+        two(ids)
+    assert float(seen_one.density().min()) > 0.99
+    assert float(seen_two.density().max()) < 0.5
+
+
+def test_without_a_recorder_the_pipeline_is_only_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make("llama"), tokens(128)
+    with attached(model, DensityRecorder(), SPARSE):
+        expected = model(ids).logits
+    monkeypatch.setattr(DensityRecorder, "saw_sparse", lambda *_: pytest.fail("nothing to record"))
+    with attach(model, SPARSE, min_tokens=1):
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_recorder_reads_as_a_table_and_forgets() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    assert recorder.density().shape == (0, 0)
+    with attach(model, Schedule(SPARSE, dense=[0]), min_tokens=1, recorder=recorder):
+        model(tokens(128))
+    assert recorder.table().splitlines() == [
+        "layer  sparse  density  heads          dense",
+        "    0       0                          1 x no pipeline for this layer",
+        "    1       1    0.417  0.417 - 0.417  -",
+    ]
+    recorder.clear()
+    assert recorder.sparse_calls() == {}
+    assert recorder.dense_calls() == {}
+    assert recorder.density().shape == (0, 0)
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_detach_restores(before: str) -> None:
+    model = make("llama")
+    model.set_attn_implementation(before)
+    attachment = attach(model, SPARSE)
+    assert model.config._attn_implementation == attachment.key
+    assert attachment.key in AttentionInterface._global_mapping
+    attachment.detach()
+    attachment.detach()
+    assert model.config._attn_implementation == before
+
+
+def test_detach_restores_nested_configs() -> None:
+    torch.manual_seed(0)
+    text = {name: value for name, value in SIZES.items() if value is not None}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**text),
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=8),
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    configs = (model.config, model.config.text_config, model.config.vision_config)
+    before = [config._attn_implementation for config in configs]
+    recorder, ids = DensityRecorder(), tokens(60)
+    expected = model(ids).logits
+    with attached(model, recorder) as attachment:
+        assert [config._attn_implementation for config in configs] == [attachment.key] * 3
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-4)
+    assert [config._attn_implementation for config in configs] == before
+    assert all_sparse(recorder)
+
+
+def test_attachments_stack() -> None:
+    model, ids, below, above = make("llama"), tokens(60), DensityRecorder(), DensityRecorder()
+    first = attached(model, below)
+    second = attached(model, above)
+    model(ids)
+    assert below.sparse_calls() == {}
+    assert all_sparse(above)
+    with pytest.raises(RuntimeError, match="lies below a later attachment: detach that one"):
+        first.detach()
+    second.detach()
+    model(ids)
+    assert all_sparse(below)
+    first.detach()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_detach_leaves_what_was_set_since() -> None:
+    model = make("llama")
+    with attach(model, SPARSE):
+        model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_detach_follows_an_error() -> None:
+    model = make("llama")
+    with pytest.raises(KeyError, match="inside"), attach(model, SPARSE):
+        raise KeyError("inside")
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "kwargs", "error", "sentence"),
+    [
+        ("pbs", {}, TypeError, "'pipeline' must be a Pipeline, HeadGroups or a Schedule: 'pbs'"),
+        ({0: SPARSE}, {}, TypeError, r"a Schedule: \{0: .*; Schedule\(None, layers=\{\.\.\.\}\) attends sparsely"),
+        (None, {}, TypeError, "a Schedule: None"),
+        (Schedule(None, layers={2: SPARSE}), {}, ValueError, "no layer 2: the model has 2, 0 to 1"),
+        (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "these of the 2 layers are named twice"),
+        (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),
+        (SPARSE, {"recorder": 1}, TypeError, "'recorder' must be"),
+        (SPARSE, {"continuous_batching": 1}, TypeError, "'continuous_batching' must be True or False: 1"),
+    ],
+)
+def test_bad_arguments_are_named(pipeline: Any, kwargs: Any, error: type[Exception], sentence: str) -> None:
+    model = make("llama")
+    with pytest.raises(error, match=sentence):
+        attach(model, pipeline, **kwargs)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_models_that_cannot_be_attached_to_are_named() -> None:
+    other: Any = torch.nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"must be a transformers.PreTrainedModel or hold one: Linear holds 0"):
+        attach(other, SPARSE)
+    with pytest.raises(TypeError, match=r"ModuleList holds 2"):
+        attach(torch.nn.ModuleList([make("llama"), make("qwen3")]), SPARSE)
+    other = 3
+    with pytest.raises(TypeError, match=r"must be a transformers.PreTrainedModel: int"):
+        attach(other, SPARSE)
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    bloom = transformers.BloomForCausalLM(config)
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot change its attention function: none of its"):
+        attach(bloom, SPARSE)
+    assert config._attn_implementation == transformers.BloomForCausalLM(config).config._attn_implementation
+
+
+def test_models_that_choose_keys_are_an_error() -> None:
+    model = make("llama")
+    x = torch.zeros(1, HEADS, 70, 8)
+    with attach(model, SPARSE, min_tokens=1) as attachment:
+        attend = AttentionInterface._global_mapping[attachment.key]
+        with pytest.raises(ValueError, match="selects its own keys, which cannot run while"):
+            attend(model.model.layers[0].self_attn, x, x, x, None, indices=torch.zeros(1))
+
+
+def test_models_that_add_keys_are_an_error() -> None:
+    """As DeepSeek V4 does, whose compressed keys stand behind those that its mask knows."""
+    model = make("llama")
+    x, more = torch.zeros(1, HEADS, 70, 8), torch.zeros(1, HEADS, 75, 8)
+    mask = PromptMask((1, 1, 70, 70), 70, x.device, window=20)
+    with attach(model, SPARSE, min_tokens=1) as attachment:
+        attend = AttentionInterface._global_mapping[attachment.key]
+        for given, sentence in (
+            (
+                mask,
+                "got 70 queries and 75 keys, and a mask of 70 queries and 70 keys: a model that adds keys of its",
+            ),
+            (None, "got 70 queries, 75 keys and no mask, .* a model that adds keys of its own cannot run while"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                attend(model.model.layers[0].self_attn, x, more, more, given)
+
+
+# ---- threads, nested calls, and models that share
+
+
+def in_chunks(model: Any, ids: Tensor, sizes: list[int], *, cache_len: int = 100) -> list[Tensor]:
+    """The logits of each chunk of `ids`, over a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=cache_len)
+    return [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, dim=1)]
+
+
+def test_threads_share_a_model() -> None:
+    """Chunks of one size, in static caches of one size, that stand at different offsets."""
+    model, prompts = make("llama"), {16: tokens(36), 48: tokens(68)}
+    expected = {start: in_chunks(model, ids, [start, 20])[1] for start, ids in prompts.items()}
+    # No thread attends before both have asked for their masks.
+    meet = threading.Barrier(2, timeout=60)
+
+    def wait(*_: Any) -> None:
+        meet.wait()
+
+    hook = model.model.layers[0].register_forward_pre_hook(wait)
+
+    def run(start: int) -> Tensor:
+        with torch.no_grad():
+            return in_chunks(model, prompts[start], [start, 20])[1]
+
+    with attached(model, recorder := DensityRecorder()), ThreadPoolExecutor(2) as threads:
+        actual = dict(zip(prompts, threads.map(run, prompts), strict=True))
+    hook.remove()
+    for start, logits in expected.items():
+        torch.testing.assert_close(actual[start], logits, atol=2e-4, rtol=1e-4)
+    assert all_sparse(recorder, calls=4)
+
+
+def test_calls_nest() -> None:
+    """A hook may run the model on something else, between two layers of a call."""
+    model, ids, other = make("llama"), tokens(68), tokens(36)
+    expected, expected_inside = in_chunks(model, ids, [48, 20])[1], in_chunks(model, other, [16, 20])[1]
+    inside: list[Tensor] = []
+
+    def run_another(_module: Any, _args: Any, kwargs: Any, _out: Any) -> None:
+        if kwargs["past_key_values"].get_seq_length() == 68:
+            inside.append(in_chunks(model, other, [16, 20])[1])
+
+    hook = model.model.layers[0].register_forward_hook(run_another, with_kwargs=True)
+    with attached(model, recorder := DensityRecorder()):
+        actual = in_chunks(model, ids, [48, 20])[1]
+    hook.remove()
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(inside[0], expected_inside, atol=2e-4, rtol=1e-4)
+    assert all_sparse(recorder, calls=4)
+
+
+def test_a_chunk_mask_is_the_mask_of_a_chunk() -> None:
+    """To whoever looks at it; moved between devices it stays unmade."""
+    expected = sdpa_mask(batch_size=2, q_length=3, kv_length=7, q_offset=2)
+    mask: Any = PromptMask((2, 1, 3, 7), 5, torch.device("cpu"))
+    assert (mask.shape, mask.ndim, mask.dtype) == (expected.shape, expected.ndim, expected.dtype)
+    for look in (
+        lambda x: x[:, :, 1:, :6],
+        lambda x: x & True,
+        lambda x: expected | x,
+        lambda x: ~x,
+        lambda x: x == 0,
+        lambda x: torch.cat([x, x], dim=-1),
+        lambda x: torch.where(x, 0.0, -1.0),
+        lambda x: x.mT,
+        lambda x: x.float(),
+        lambda x: x.to(torch.float64),
+        lambda x: x.sum(dim=-1),
+        lambda x: torch.tensor(x.tolist()),
+    ):
+        actual = look(mask)
+        assert type(actual) is Tensor
+        assert torch.equal(actual, look(expected))
+    q, k, v = make_qkv(B=2, Hq=2, Hkv=2, M=3, N=7, D=4)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attention(q, k, v, attn_mask=mask), attention(q, k, v, attn_mask=expected))
+    for moved in (mask.to("cpu", non_blocking=True), mask.to(device="meta"), mask.to(q.bool()), mask.contiguous()):
+        assert isinstance(moved, PromptMask)
+        assert (moved.seen, moved.shape) == (5, mask.shape)
+    assert mask.to("meta").device.type == "meta"
+    with pytest.raises(TypeError, match=r"cannot be changed in place: clone it before fill_\(\)"):
+        mask.fill_(True)
+    with pytest.raises(TypeError):
+        mask[0] = True
+
+
+def test_a_chunk_sees_its_past_in_any_module() -> None:
+    """A mask is a mask, also for a module that calls itself bidirectional, and at the front of a static cache."""
+    model, (q, k, v) = make("llama"), make_qkv(B=2, Hq=HEADS, Hkv=2, M=30, N=70, D=8)
+    module = model.model.layers[0].self_attn
+    module.is_causal = False
+    for seen in (30, 50):
+        mask = PromptMask((2, 1, 30, 70), seen, torch.device("cpu"))
+        expected, _ = sdpa_attention_forward(module, q, k, v, mask.made())
+        for least in (1, 1000):
+            with attach(model, DENSE_LIMIT, min_tokens=least, min_queries=least) as attachment:
+                actual, _ = AttentionInterface._global_mapping[attachment.key](module, q, k, v, mask)
+            torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_chunk_without_a_mask_is_an_error() -> None:
+    """Some attention means the first keys by that, other attention the last."""
+    model, (q, k, v) = make("llama"), make_qkv(Hq=HEADS, Hkv=2, M=30, N=70, D=8)
+    with (
+        attach(model, SPARSE) as attachment,
+        pytest.raises(ValueError, match=r"got 30 queries, 70 keys and no mask.*: attach to the whole model"),
+    ):
+        AttentionInterface._global_mapping[attachment.key](model.model.layers[0].self_attn, q, k, v, None)
+
+
+def test_recorders_count_calls_of_all_threads() -> None:
+    recorder, density = DensityRecorder(), torch.full((1, HEADS), 0.5)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def record(_: int) -> None:
+        for _ in range(200):
+            recorder.saw_sparse(0, density, q_len=8, k_len=8)
+            recorder.saw_dense(1, "decode")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(record, range(8)))
+    sys.setswitchinterval(interval)
+    assert recorder.sparse_calls() == {0: 1600}
+    assert recorder.dense_calls() == {1: Counter(decode=1600)}
+    torch.testing.assert_close(recorder.density()[0], torch.full((HEADS,), 0.5, dtype=torch.float64))
+
+
+# ---- copies of a model, and models that end
+
+
+@pytest.mark.parametrize("attachments", [1, 2])
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_of_an_attached_model_is_as_it_was(
+    duplicate: Callable[[Any], Any], before: str, attachments: int
+) -> None:
+    model, ids = make("llama"), tokens(128)
+    model.set_attn_implementation(before)
+    expected, recorder = model(ids).logits, DensityRecorder()
+    with ExitStack() as stack:
+        for _ in range(attachments):
+            stack.enter_context(attached(model, recorder, SPARSE))
+        copied = duplicate(model)
+        assert copied.config._attn_implementation == before
+        assert torch.equal(copied(ids).logits, expected)
+        assert recorder.sparse_calls() == {}
+        with attached(copied, DensityRecorder(), SPARSE):
+            assert not torch.equal(copied(ids).logits, expected)
+        model(ids)
+        assert all_sparse(recorder)
+    assert torch.equal(copied(ids).logits, expected)
+
+
+def test_a_shallow_copy_shares_the_attachment() -> None:
+    model, ids, recorder = make("llama"), tokens(128), DensityRecorder()
+    expected = model(ids).logits
+    with attached(model, recorder, SPARSE):
+        copied = copy.copy(model)
+        copied(ids)
+        assert all_sparse(recorder)
+    assert torch.equal(copied(ids).logits, expected)
+
+
+def test_a_saved_model_names_no_attachment(tmp_path: Path) -> None:
+    model, ids = make("llama"), tokens(128)
+    expected, names = model(ids).logits, set(model.state_dict())
+    with attached(model, DensityRecorder(), SPARSE) as attachment:
+        assert set(model.state_dict()) == names
+        model.save_pretrained(tmp_path)
+        config = model.config.to_dict()
+    assert attachment.key not in (tmp_path / "config.json").read_text()
+    assert attachment.key not in str(config)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(loaded(ids).logits, expected)
+
+
+def test_models_that_share_a_config_share_no_pipeline() -> None:
+    config = MODELS["llama"]()
+    one, two = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+    ids, recorder = tokens(128), DensityRecorder()
+    expected = two(ids).logits
+    with attached(one, recorder, SPARSE):
+        torch.testing.assert_close(two(ids).logits, expected, atol=2e-4, rtol=1e-4)
+        assert recorder.sparse_calls() == recorder.dense_calls() == {}
+        one(ids)
+        assert all_sparse(recorder)
+        with pytest.raises(ValueError, match=r"shares its LlamaConfig with another model.*: give each model"):
+            attach(two, SPARSE)
+        with attached(one.model, DensityRecorder(), SPARSE):  # a part of the same model
+            one(ids)
+    assert config._attn_implementation == "sdpa"
+
+
+def test_what_fails_while_attaching_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, recorder = make("llama"), tokens(60), DensityRecorder()
+
+    def fail_half_way(key: str, _: Any) -> None:
+        raise KeyError("half-way")
+
+    with attached(model, recorder):
+        monkeypatch.setattr(AttentionMaskInterface, "register", fail_half_way)
+        with pytest.raises(KeyError, match="half-way"):
+            attach(model, SPARSE)
+        model(ids)
+        assert all_sparse(recorder)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_any_thread_may_detach() -> None:
+    model = make("llama")
+    attachment = attach(model, SPARSE)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: attachment.detach(), range(8)))
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("how", ["detached", "thrown away"])
+def test_nothing_keeps_a_pipeline_that_is_not_attached(how: str) -> None:
+    model, pipeline = make("llama"), Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
+    config, alive = model.config, weakref.ref(pipeline)
+    attachments = [attach(model, pipeline), attach(model, Schedule(pipeline))]
+    del pipeline
+    if how == "detached":
+        for attachment in reversed(attachments):
+            attachment.detach()
+    else:
+        del model
+    gc.collect()
+    assert alive() is None
+    assert config._attn_implementation == "eager"

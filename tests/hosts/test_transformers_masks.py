@@ -1,0 +1,305 @@
+"""Masks that a model reads in its own way: causal by the mask alone, masks that were promised, and arithmetic."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from tests.hosts.test_transformers import (
+    DENSE_LIMIT,
+    SIZES,
+    VOCABULARY,
+    WINDOW,
+    _no_grad,
+    _one_thread,
+    _registries_are_left_as_found,
+    all_dense,
+    attached,
+    make,
+    tokens,
+)
+from tests.hosts.test_transformers_models import LAYERS_OF, SEQ2SEQ, assert_same, random_model
+
+from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.hosts.transformers.mask_request import reads_as_numbers
+from blocksparse.hosts.transformers.prompt_mask import PromptMask
+from blocksparse.layers.schedule import Schedule
+
+__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
+
+PART: dict[str, Any] = SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8, "eos_token_id": 2}
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+SEQ2SEQ_SIZES: dict[str, Any] = (
+    SEQ2SEQ | LAYERS_OF | {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "bos_token_id": 1}
+)
+
+
+def pegasus_x() -> Any:
+    return transformers.PegasusXForConditionalGeneration, transformers.PegasusXConfig(**SEQ2SEQ_SIZES)
+
+
+def nllb_moe() -> Any:
+    experts = dict.fromkeys(("encoder_sparse_step", "decoder_sparse_step"), 9)  # so that none routes
+    return transformers.NllbMoeForConditionalGeneration, transformers.NllbMoeConfig(**SEQ2SEQ_SIZES, **experts)
+
+
+def big_bird() -> Any:
+    return transformers.BigBirdPegasusForCausalLM, transformers.BigBirdPegasusConfig(**SEQ2SEQ_SIZES)
+
+
+@pytest.mark.parametrize("build", [pegasus_x, nllb_moe, big_bird])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_decoders_that_are_causal_by_their_mask_alone(build: Callable[[], Any], sparse: bool) -> None:
+    """Their modules say `is_causal=False`; no token sees the future all the same."""
+    architecture, config = build()
+    model, ids, recorder = random_model(architecture._from_config, config), tokens(80), DensityRecorder()
+    assert not any(getattr(x, "is_causal", False) for x in model.modules())
+    other = torch.cat((ids[:, :50], tokens(30)), 1)
+
+    def logits(ids: Tensor) -> Tensor:
+        given = (ids,) if build is big_bird else (tokens(40), None, ids)
+        found: Tensor = model(*given).logits
+        return found
+
+    expected = logits(ids)
+    with attach(model, DENSE_LIMIT, min_tokens=16 if sparse else 1000, recorder=recorder):
+        actual = logits(ids)
+        changed = logits(other)
+    assert_same(changed[:, :50], actual[:, :50])
+    assert float((changed - actual)[:, 50:].abs().max()) > 0.1
+    assert_same(actual, expected)
+    assert recorder.sparse_calls() == (dict.fromkeys(range(2), 2) if sparse else {})
+
+
+def test_a_mask_that_was_promised_is_given() -> None:
+    """T5Gemma 2 puts the mask of its decoder beside that of its encoder, and so needs one for a whole prompt."""
+    config = transformers.T5Gemma2Config(
+        encoder={"text_config": PART, "vision_config": TOWER, "mm_tokens_per_image": 16, "image_token_index": 60}
+        | {"boi_token_index": 58, "eoi_token_index": 59},
+        decoder=PART,
+        image_token_index=60,
+        eoi_token_index=59,
+    )
+    model = random_model(transformers.T5Gemma2ForConditionalGeneration._from_config, config)
+    ids, recorder = tokens(80).clamp_max(57), DensityRecorder()
+    expected = model(ids, decoder_input_ids=ids).logits
+    with attached(model, recorder):
+        assert_same(model(ids, decoder_input_ids=ids).logits, expected)
+
+
+def test_indexers_get_their_mask() -> None:
+    """DeepSeek-V3.2 chooses keys under the mask: what is said is that it chooses, not that None has no parts."""
+    config = transformers.DeepseekV32Config(
+        **SIZES | {"num_key_value_heads": 4, "eos_token_id": 2},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=2,
+        index_topk=16,
+        index_head_dim=16,
+        index_n_heads=2,
+    )
+    model = random_model(transformers.AutoModelForCausalLM.from_config, config)
+    with (
+        attach(model, DENSE_LIMIT),
+        pytest.raises(ValueError, match="Attention selects its own keys, which cannot"),
+    ):
+        model(tokens(80))
+
+
+def shared_layers(**other: Any) -> Any:
+    """Gemma 4, of which the last two layers have the keys of others and read the last queries alone."""
+    layers: dict[str, Any] = {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": WINDOW,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+    config = transformers.Gemma4TextConfig(**SIZES | {"eos_token_id": 2} | layers | other)
+    return random_model(transformers.Gemma4ForCausalLM._from_config, config)
+
+
+@pytest.mark.parametrize("last", [0, 1, 4, 40])
+def test_the_last_queries_of_shared_layers(last: int) -> None:
+    model, ids, recorder = shared_layers(), tokens(100), DensityRecorder()
+    expected = model(ids, logits_to_keep=last).logits
+    with attached(model, recorder):
+        actual = model(ids, logits_to_keep=last).logits
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    assert recorder.sparse_calls() == dict.fromkeys(range(4 if last == 1 else 6), 1)
+    assert recorder.dense_calls() == ({x: Counter({"decode": 1}) for x in (4, 5)} if last == 1 else {})
+
+
+def test_prompt_lookup_with_shared_layers() -> None:
+    model, ids = shared_layers(), tokens(50).repeat(1, 2)
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    model.generation_config.eos_token_id = None
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    with attached(model, DensityRecorder()):
+        assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **how), expected)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_the_last_rows_of_a_mask_are_a_mask(window: int | None) -> None:
+    mask = PromptMask((2, 1, 30, 40), 35, torch.device("cpu"), window=window)
+    for rows in (slice(None), slice(0, None), slice(-4, None), slice(-99, 30), slice(7, None)):
+        part = mask[:, :, rows, :]
+        assert isinstance(part, PromptMask)
+        assert torch.equal(part.made(), mask.made()[:, :, rows, :])
+    for index in (
+        (slice(None), slice(None), slice(3, 9), slice(None)),
+        (slice(None), slice(None), slice(None, None, 2), slice(None)),
+        (slice(None), slice(None), slice(30, None), slice(None)),
+        (slice(None), slice(None), slice(-4, None), slice(9)),
+        (slice(1), slice(None), slice(None), slice(None)),
+        (0, 0),
+        (slice(None), None, slice(None), slice(None)),
+    ):
+        part = mask[index]
+        assert isinstance(part, Tensor)
+        assert torch.equal(part, mask.made()[index])
+
+
+@pytest.mark.parametrize("text", ["Gemma", "Gemma2"])
+@pytest.mark.parametrize("types", [False, True])
+def test_paligemma_sees_all_of_its_prefix(text: str, types: bool) -> None:
+    """Its attention says it is not causal; without token types it is causal by its mask."""
+    part = getattr(transformers, f"{text}Config")(**SIZES | {"eos_token_id": 2}, head_dim=8)
+    config = transformers.PaliGemmaConfig(
+        text_config=part.to_dict(), vision_config=TOWER | {"projection_dim": 32}, image_token_index=60
+    )
+    model = random_model(transformers.PaliGemmaForConditionalGeneration._from_config, config)
+    ids, recorder = tokens(80).clamp_max(59), DensityRecorder()
+    given = {"token_type_ids": torch.arange(80)[None].ge(50).long()} if types else {}
+    expected = model(ids, **given).logits
+    with attached(model, recorder):
+        assert_same(model(ids, **given).logits, expected)
+
+
+# ---- arithmetic on masks
+
+
+def git() -> Any:
+    sizes = {
+        name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    }
+    return transformers.GitForCausalLM(transformers.GitConfig(vision_config=TOWER, **sizes, num_hidden_layers=1))
+
+
+def routed() -> Any:
+    experts = {"num_experts": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2}
+    return transformers.NllbMoeForConditionalGeneration(transformers.NllbMoeConfig(**SEQ2SEQ_SIZES, **experts))
+
+
+def big_bird_encoder(attention: str) -> Any:
+    config = transformers.BigBirdPegasusConfig(**SEQ2SEQ_SIZES, attention_type=attention)
+    return transformers.BigBirdPegasusForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "reader"),
+    [
+        (git, "GitSelfAttention"),
+        (routed, "NllbMoeTop2Router"),
+        (lambda: big_bird_encoder("original_full"), "BigBirdPegasusSelfAttention"),
+        (lambda: big_bird_encoder("block_sparse"), "BigBirdPegasusSelfAttention"),  # it changes for short prompts
+    ],
+)
+def test_models_that_do_arithmetic_on_masks_are_refused(build: Callable[[], Any], reader: str) -> None:
+    model = build()
+    with pytest.raises(ValueError, match=f"cannot change its attention function: its {reader} does arithmetic on"):
+        attach(model, DENSE_LIMIT)
+    assert model.config._attn_implementation == build().config._attn_implementation
+
+
+READERS = {  # of models that ask for functions elsewhere; whoever is new here is refused, so look at what it does
+    "bigbird_pegasus": {"BigBirdPegasusSelfAttention"},
+    "clap": {"ClapAudioSelfAttention"},
+    "conditional_detr": {"ConditionalDetrMHAttentionMap"},
+    "detr": {"DetrMHAttentionMap"},
+    "git": {"GitSelfAttention"},
+    "maskformer": {"MaskFormerDetrMHAttentionMap"},
+    "nllb_moe": {"NllbMoeTop2Router"},
+    "pp_doclayout_v2": {"PPDocLayoutV2ReadingOrderSelfAttention"},
+}
+
+
+@pytest.mark.slow  # all models of transformers are parsed
+def test_which_classes_do_arithmetic_on_masks() -> None:
+    found: dict[str, set[str]] = {}
+    for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        if "ALL_ATTENTION_FUNCTIONS" not in (source := file.read_text()):
+            continue
+        for part in ast.parse(source).body:
+            if not isinstance(part, ast.ClassDef) or any("PreTrained" in ast.unparse(x) for x in part.bases):
+                continue
+            methods = [x for x in part.body if isinstance(x, ast.FunctionDef)]
+            asks = any(x.name == "forward" and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(x) for x in methods)
+            if not asks and any(map(reads_as_numbers, methods)):
+                found.setdefault(file.parent.name, set()).add(part.name)
+    if transformers.__version__.startswith("5.23."):
+        assert found == READERS
+    else:  # of other versions no list is kept
+        assert found["git"] == READERS["git"]
+
+
+# ---- layers that share one attention
+
+
+@pytest.mark.parametrize("name", ["Zamba", "Zamba2"])
+def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
+    sizes = SIZES | {"eos_token_id": 2, "num_key_value_heads": 4, "attention_head_dim": 16, "num_hidden_layers": 4}
+    kinds = ["mamba", "hybrid"] * 2
+    own: dict[str, Any] = {"mamba_d_state": 8} | ({"mamba_dt_rank": 4} if name == "Zamba" else {"chunk_size": 16})
+    if name == "Zamba2":
+        own |= {"mamba_headdim": 16, "n_mamba_heads": 4, "mamba_ngroups": 1, "num_mem_blocks": 1}
+        own |= {"hybrid_layer_ids": [1, 3], "use_mem_eff_path": False}
+    else:
+        own |= {"n_mamba_heads": 2}
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, **own, layers_block_type=kinds, attention_hidden_size=64
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for schedule in (
+        Schedule(DENSE_LIMIT, dense=[0]),
+        Schedule(None, layers={1: DENSE_LIMIT}),
+        Schedule(DENSE_LIMIT, same_choice=((0, 1),)),
+    ):
+        with pytest.raises(ValueError, match=f"name layers of {name}ForCausalLM: they share one {name}Attention"):
+            attach(model, schedule)
+    ids, recorder = tokens(80), DensityRecorder()
+    expected = model(ids).logits
+    with attach(model, Schedule(DENSE_LIMIT), min_tokens=16, recorder=recorder):
+        assert_same(model(ids).logits, expected)
+    assert recorder.sparse_calls() == {-1: 2}
+
+
+def test_a_mask_of_the_caller_is_the_reason_in_windows_too() -> None:
+    model, ids, recorder = make("gemma3"), tokens(2 * WINDOW), DensityRecorder()
+    seen = torch.rand(1, 1, 2 * WINDOW, 2 * WINDOW).lt(0.7).tril() | torch.eye(2 * WINDOW).bool()
+    with attached(model, recorder):
+        model(ids, attention_mask=seen)
+    assert all_dense(recorder, "mask")

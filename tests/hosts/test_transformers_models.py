@@ -1,0 +1,463 @@
+"""The tables of models: which layers of which models are sparse in transformers, and why the others are not."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+from attrs import evolve, frozen
+from tests.hosts.test_transformers import (
+    DENSE_LIMIT,
+    MODELS,
+    SIZES,
+    SPARSE,
+    VOCABULARY,
+    WINDOW,
+    _no_grad,
+    _one_thread,
+    _registries_are_left_as_found,
+    all_dense,
+    all_sparse,
+    attached,
+    make,
+    tokens,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blocksparse import (
+    AttentionOutput,
+    AutoExecutor,
+    BlockMask,
+    Executor,
+    FlashAttention4Executor,
+    HeadGroups,
+    Permutation,
+    ReferenceExecutor,
+)
+from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.spec import AttentionSpec
+
+__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
+
+ENDS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None}
+SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1}
+LINEAR: dict[str, Any] = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+}
+FOUR = SIZES | {"num_hidden_layers": 4}
+
+
+def gemma4() -> Any:
+    layers = ["sliding_attention", "full_attention"]
+    wide: dict[str, Any] = {"head_dim": 8, "global_head_dim": 512, "sliding_window": WINDOW, "layer_types": layers}
+    per_layer = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY}
+    return transformers.Gemma4TextConfig(**SIZES, **wide, **per_layer)
+
+
+# Models, and which layers are sparse; every other attention is dense for the reason behind it.
+TABLE: dict[str, tuple[Callable[[], Any], list[int], set[str]]] = {
+    "qwen2": (lambda: transformers.Qwen2Config(**SIZES), [0, 1], set()),
+    "qwen3": (lambda: transformers.Qwen3Config(**SIZES, head_dim=8), [0, 1], set()),
+    "phi": (lambda: transformers.PhiConfig(**SIZES), [0, 1], set()),
+    "glm4": (lambda: transformers.Glm4Config(**SIZES, head_dim=8), [0, 1], set()),
+    "glm4_moe": (
+        lambda: transformers.Glm4MoeConfig(**SIZES, head_dim=8, first_k_dense_replace=2),
+        [0, 1],
+        set(),
+    ),
+    "phi3": (lambda: transformers.Phi3Config(**SIZES), [0, 1], set()),
+    "gpt2": (lambda: transformers.GPT2Config(**ENDS, n_embd=32, n_layer=2, n_head=4), [0, 1], set()),
+    "mixtral": (lambda: transformers.MixtralConfig(**SIZES, num_local_experts=2), [0, 1], set()),
+    "stablelm": (lambda: transformers.StableLmConfig(**SIZES), [0, 1], set()),
+    "biogpt": (
+        lambda: transformers.BioGptConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4),
+        [0, 1],
+        set(),
+    ),
+    "qwen3_next": (
+        lambda: transformers.Qwen3NextConfig(
+            **FOUR,
+            **EXPERTS,
+            **LINEAR,
+            head_dim=8,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            layer_types=["linear_attention", "full_attention"] * 2,
+        ),
+        [1, 3],
+        set(),
+    ),
+    "jamba": (
+        lambda: transformers.JambaConfig(
+            **SIZES, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4
+        ),
+        [1],
+        set(),
+    ),
+    "bamba": (
+        lambda: transformers.BambaConfig(**SIZES, **MAMBA, attn_layer_indices=[1], mamba_d_head=16),
+        [1],
+        set(),
+    ),
+    "falcon_h1": (
+        lambda: transformers.FalconH1Config(**SIZES, **MAMBA, head_dim=8, mamba_d_ssm=32, mamba_d_head=8),
+        [0, 1],
+        set(),
+    ),
+    "opt": (
+        lambda: transformers.OPTConfig(
+            **ENDS, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+        ),
+        [0, 1],
+        set(),
+    ),
+    "gpt_neox": (
+        lambda: transformers.GPTNeoXConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4),
+        [0, 1],
+        set(),
+    ),
+    "cohere2": (lambda: transformers.Cohere2Config(**FOUR, sliding_window=WINDOW), [0, 1, 2, 3], set()),
+    "llama4": (
+        lambda: transformers.Llama4TextConfig(
+            **FOUR, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=WINDOW
+        ),
+        [3],
+        {"mask"},  # chunks of attention
+    ),
+    "mistral": (MODELS["mistral"], [0, 1], set()),
+    "gemma3": (MODELS["gemma3"], [0, 1], set()),
+    "gemma2": (MODELS["gemma2"], [0, 1], set()),
+    "gpt_oss": (MODELS["gpt_oss"], [0, 1], set()),
+    "gemma4": (gemma4, [0], {"head dim above 256"}),
+}
+SEQ2SEQ: dict[str, Any] = {"d_model": 32, "decoder_start_token_id": 1, "pad_token_id": 0, "vocab_size": VOCABULARY}
+LAYERS_OF = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+
+
+def random_model(build: Any, config: Any, std: float = 0.1) -> Any:
+    torch.manual_seed(0)
+    model = build(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=std)
+    return model
+
+
+def assert_same(actual: Tensor, expected: Tensor, rounding: float = 0.0) -> None:
+    """Within fp32 rounding of the largest logit; models amplify that of attention by their later layers.
+
+    `rounding` is that of a model which amplifies more: how far two of its own implementations are apart.
+    """
+    assert torch.isfinite(expected).all()
+    torch.testing.assert_close(
+        actual, expected, atol=max(6e-6 * float(expected.abs().max()), 2 * rounding), rtol=0
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # of models about kernels that are not installed
+@pytest.mark.parametrize("name", TABLE)
+def test_which_layers_are_sparse(name: str) -> None:
+    """With padding and without, in the dense limit what the model computes by itself."""
+    config, sparse, reasons = TABLE[name]
+    model = random_model(transformers.AutoModelForCausalLM.from_config, config())
+    ids, mask = tokens(100, batch=2), torch.ones(2, 100, dtype=torch.int64)
+    mask[0, :20] = 0
+    for given, prompts in (({}, 1), ({"attention_mask": mask}, 2)):
+        recorder, real = DensityRecorder(), mask.bool() if given else slice(None)
+        expected = model(ids, **given).logits[real]
+        before, rounding = model.config._attn_implementation, 0.0
+        if name == "gemma4":  # it amplifies ten times as much as the others
+            model.set_attn_implementation("sdpa")
+            rounding = float((model(ids, **given).logits[real] - expected).abs().max())
+            model.set_attn_implementation(before)
+        with attached(model, recorder):
+            assert_same(model(ids, **given).logits[real], expected, rounding)
+        assert model.config._attn_implementation == before
+        assert torch.equal(model(ids, **given).logits[real], expected)
+        assert recorder.sparse_calls() == dict.fromkeys(sparse, prompts)
+        assert {reason for calls in recorder.dense_calls().values() for reason in calls} == reasons
+    if sparse:
+        recorder = DensityRecorder()
+        with attached(model, recorder, SPARSE):
+            model(ids, attention_mask=mask)
+        assert float(recorder.density()[sparse].max()) < 0.65  # in a window, of what lies in it
+
+
+def bart() -> Any:
+    return random_model(
+        transformers.BartForConditionalGeneration._from_config, transformers.BartConfig(**SEQ2SEQ, **LAYERS_OF)
+    )
+
+
+def t5() -> Any:
+    return random_model(
+        transformers.T5ForConditionalGeneration._from_config,
+        transformers.T5Config(**SEQ2SEQ, d_kv=8, d_ff=32, num_layers=2, num_heads=4),
+    )
+
+
+@pytest.mark.parametrize("build", [bart, t5])
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoders_of_two_part_models_are_sparse(build: Callable[[], Any], padded: bool) -> None:
+    model, recorder, ids = build(), DensityRecorder(), tokens(80, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, 60:] = 0
+    given: dict[str, Any] = {"decoder_input_ids": ids.flip(1)}
+    if padded:
+        given |= {"attention_mask": mask, "decoder_attention_mask": mask}
+    real = mask.bool() if padded else slice(None)
+    expected = model(ids, **given).logits[real]
+    with attached(model, recorder):
+        assert_same(model(ids, **given).logits[real], expected)
+    if build is bart:
+        assert recorder.sparse_calls() == dict.fromkeys(range(2), 2 if padded else 1)
+        assert recorder.dense_calls() == {layer: Counter({"not causal": 2}) for layer in range(2)}
+    else:
+        assert recorder.sparse_calls() == {}
+        assert recorder.dense_calls()[0] == Counter({"not causal": 2, "position bias": 1})
+
+
+def test_the_decoder_of_a_speech_model_is_sparse() -> None:
+    sizes: dict[str, Any] = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8}
+    config = transformers.WhisperConfig(**SEQ2SEQ, **LAYERS_OF, **sizes, max_source_positions=50, bos_token_id=1)
+    model = random_model(transformers.WhisperForConditionalGeneration._from_config, config)
+    given = {"input_features": torch.randn(2, 8, 100), "decoder_input_ids": tokens(80, batch=2)}
+    expected, recorder = model(**given).logits, DensityRecorder()
+    with attached(model, recorder):
+        assert_same(model(**given).logits, expected)
+    assert recorder.sparse_calls() == {0: 1, 1: 1}
+    assert {reason for calls in recorder.dense_calls().values() for reason in calls} == {"not causal"}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_modules_that_do_not_say_whether_they_are_causal(padded: bool) -> None:
+    """An encoder sees all keys; a decoder of which the mask says it is causal is sparse."""
+    ids = tokens(60, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    given: dict[str, Any] = {"attention_mask": mask} if padded else {}
+    sizes = {
+        name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    }
+    config = transformers.SplinterConfig(**sizes, intermediate_size=48, question_token_id=3)
+    model, real = (
+        random_model(transformers.SplinterModel._from_config, config),
+        mask.bool() if padded else slice(None),
+    )
+    expected, recorder = model(ids, **given).last_hidden_state[real], DensityRecorder()
+    with attached(model, recorder):
+        assert_same(model(ids, **given).last_hidden_state[real], expected)
+    assert recorder.sparse_calls() == {}
+    decoder = make("llama")
+    for layer in decoder.model.layers:
+        del layer.self_attn.is_causal
+    expected = decoder(ids, **given).logits[real]
+    with attached(decoder, recorder):
+        actual = decoder(ids, **given).logits[real]
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    assert recorder.sparse_calls() == dict.fromkeys(range(2), 2 if padded else 1)
+
+
+def test_what_an_executor_cannot_run_is_dense() -> None:
+    """With its reason; so are heads of a group that it cannot run."""
+    model, ids = make("llama"), tokens(60)
+    expected, on_gpus = model(ids).logits, evolve(SPARSE, executor=FlashAttention4Executor())
+    for pipeline in (on_gpus, HeadGroups({(0,): None, (1,): on_gpus})):
+        for recorder in (DensityRecorder(), None):
+            with attach(model, pipeline, min_tokens=1, min_queries=1, recorder=recorder):
+                torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+            if recorder is not None:
+                assert recorder.sparse_calls() == {}
+                (reason,) = recorder.dense_calls()[0]
+                assert reason.startswith("FlashAttention4Executor: ")
+                assert "q (" not in reason  # no shapes: a reason for each length would be many
+
+
+@frozen(eq=False)
+class _DenseBelow(Executor[Permutation, BlockMask]):
+    """What `AutoExecutor` does on a GPU."""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
+        return "little work" if k.shape[2] < 50 else None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
+    ) -> AttentionOutput:
+        return ReferenceExecutor()(q, k, v, mask, spec, out)
+
+
+def test_dense_attention_by_an_executor_is_recorded_as_that() -> None:
+    model, pipeline = make("llama"), evolve(SPARSE, executor=_DenseBelow())
+    for attention in (pipeline, HeadGroups({(0, 1): pipeline}), HeadGroups({(0,): None, (1,): pipeline})):
+        recorder = DensityRecorder()
+        with attached(model, recorder, attention):
+            model(tokens(40))
+            model(tokens(60))
+        assert recorder.sparse_calls() == {0: 1, 1: 1}
+        assert recorder.dense_calls()[0] == {"little work": 1}
+        assert float(recorder.density().min()) < 0.8
+
+
+def test_dense_calls_of_several_lengths_share_a_reason() -> None:
+    model, limit = make("llama"), AutoExecutor(dense_below=1e30)
+    pipelines: dict[str, Any] = {
+        "every block is kept": evolve(DENSE_LIMIT, executor=AutoExecutor()),
+        "little work: fewer than 1.0e30 floating-point operations (dense_below)": evolve(SPARSE, executor=limit),
+    }
+    for reason, pipeline in pipelines.items():
+        recorder = DensityRecorder()
+        with attached(model, recorder, pipeline):
+            for length in (40, 50, 60):
+                model(tokens(length))
+        assert all_dense(recorder, reason, calls=3)
+
+
+class _Largest(TorchDispatchMode):
+    """The most numbers that a tensor had."""
+
+    numbers: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor) and x._is_view() is False:
+                self.numbers = max(self.numbers, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mistral", "gemma3"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_dense_attention_holds_a_few_rows_of_logits(
+    name: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither logits nor a mask of all pairs, in windows and where the model's own function runs."""
+    import blocksparse.hosts.transformers.call as calls
+    import blocksparse.hosts.transformers.dense as integration
+
+    own = name in ("gemma2", "gpt_oss")
+    if own:  # as under torch.compile
+        monkeypatch.setattr(calls, "unread_because", lambda *_: "softcap or sinks")
+    for name_of_it in ("LOGITS_AT_ONCE", "MASK_AT_ONCE"):
+        monkeypatch.setattr(integration, name_of_it, 2**14)
+    model, ids, recorder = make(name), tokens(600), DensityRecorder()
+    given: dict[str, Any] = {"use_cache": False}
+    if padded:
+        given["attention_mask"] = torch.ones_like(ids)
+        given["attention_mask"][:, :30] = 0
+    real = given["attention_mask"].bool() if padded else slice(None)
+    expected = model(ids, **given).logits[real]
+    with attached(model, recorder), _Largest() as seen:
+        actual = model(ids, **given).logits[real]
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    if name != "gemma3":
+        assert seen.numbers < 600 * 600 / 2
+        assert (recorder.sparse_calls() == {}) == own
+
+
+@pytest.mark.parametrize("layers", ["all", "none"])
+def test_one_line_says_that_nothing_was_sparse(layers: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = make("llama"), tokens(60)
+    how: dict[str, Any] = {"min_tokens": 1 if layers == "all" else 61}
+    with caplog.at_level(logging.WARNING, "blocksparse"), attach(model, SPARSE, min_queries=1, **how):
+        for _ in range(2):
+            model.generate(ids, max_new_tokens=3, do_sample=False)
+        if layers == "all":
+            assert not caplog.records
+        else:
+            (record,) = caplog.records
+            assert (
+                "no attention of LlamaForCausalLM was sparse so far; dense calls: 2 x fewer than min_tokens"
+                in (record.getMessage())
+            )
+    assert len(caplog.records) == (layers == "none")
+    with caplog.at_level(logging.WARNING, "blocksparse"):
+        with attach(model, SPARSE):
+            model(ids)
+        del model
+        gc.collect()
+    assert len(caplog.records) == (layers == "none") + 1
+
+
+class _Wrapper(nn.Module):
+    """As PEFT has it: the model deep inside, called through."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base = nn.ModuleDict({"model": model})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base["model"](*args, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [_Wrapper, lambda model: torch.compile(model, backend="eager")])
+def test_wrapped_models_are_attached_to(wrap: Callable[[Any], Any]) -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
+    wrapped, expected = wrap(model), model(ids).logits
+    torch.compiler.reset()
+    with attached(wrapped, recorder):
+        torch.testing.assert_close(wrapped(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert all_sparse(recorder)
+    assert model.config._attn_implementation == "eager"
+    torch.compiler.reset()
+
+
+def test_adapters_of_peft_are_attached_to() -> None:
+    peft = pytest.importorskip("peft")
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    expected = adapted.eval()(ids).logits
+    with attached(adapted, recorder):
+        torch.testing.assert_close(adapted(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert all_sparse(recorder)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_masks_of_one_row_are_for_all_queries(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model's own function runs a few queries at a time."""
+    import blocksparse.hosts.transformers.dense as integration
+
+    monkeypatch.setattr(integration, "LOGITS_AT_ONCE", 1)
+    model, (q, k, v) = make("gemma2"), (torch.randn(2, n, 50, 8) for n in (4, 2, 2))
+    added = torch.zeros(2, heads, 1, 50).masked_fill(torch.rand(2, heads, 1, 50) < 0.3, -1e9)
+    module = model.model.layers[0].self_attn
+    given: dict[str, Any] = {"softcap": 3.0, "scaling": 0.3}
+    expected, _ = transformers.models.gemma2.modeling_gemma2.eager_attention_forward(
+        module, q, k, v, added, **given
+    )
+    with attached(model, DensityRecorder()) as attachment:
+        attend = transformers.AttentionInterface._global_mapping[attachment.key]
+        torch.testing.assert_close(attend(module, q, k, v, added, **given)[0], expected)
+
+
+def test_a_whole_layer_may_be_dense_for_its_head_dim() -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    wide = torch.randn(1, 4, 70, 512)
+    narrow = wide[:, :2]
+    with attached(model, recorder) as attachment:
+        attend = transformers.AttentionInterface._global_mapping[attachment.key]
+        out, _ = attend(model.model.layers[0].self_attn, wide, narrow, narrow, None)
+    expected = nn.functional.scaled_dot_product_attention(wide, narrow, narrow, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    assert recorder.dense_calls() == {0: Counter({"head dim above 256": 1})}

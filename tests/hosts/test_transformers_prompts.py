@@ -1,0 +1,385 @@
+"""Batches of prompts in a transformers model, padded and packed: each prompt is sparse by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+from tests.hosts.test_transformers import (
+    DENSE_LIMIT,
+    LAYERS,
+    SIZES,
+    SPARSE,
+    WINDOW,
+    _no_grad,
+    _one_thread,
+    _registries_are_left_as_found,
+    all_dense,
+    all_sparse,
+    attached,
+    make,
+    tokens,
+)
+from tests.machine import needs_gpu
+from transformers import DynamicCache, StaticCache
+
+from blocksparse import Everything, MeanPoolScorer, Pipeline, Schedule, SegmentKeySort, Sequences, TritonExecutor
+from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.hosts.transformers.call import LastLengths
+
+__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
+
+
+def mask_of(*spans: tuple[int, int], N: int) -> Tensor:
+    """1 from the first number of each span to the second."""
+    mask = torch.zeros(len(spans), N, dtype=torch.int64)
+    for row, (first, end) in zip(mask, spans, strict=True):
+        row[first:end] = 1
+    return mask
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert torch.isfinite(expected).all()
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
+def prompts(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """The logits of every prompt alone."""
+    return [model(row[real][None]).logits[0] for row, real in zip(ids, mask.bool(), strict=True) if real.any()]
+
+
+PADDINGS = {
+    "left": mask_of((17, 80), (0, 80), (79, 80), N=80),
+    "right": mask_of((0, 70), (0, 80), (0, 33), N=80),
+    "both": mask_of((5, 70), (40, 80), (0, 20), N=80),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("side", PADDINGS)
+def test_padded_prompts_are_sparse(name: str, side: str) -> None:
+    """In the dense limit they are what the model computes; sparse, what each prompt is alone."""
+    model, recorder, mask = make(name), DensityRecorder(), PADDINGS[side]
+    if name == "gemma3":
+        mask = mask[:, :WINDOW]  # layers with a window are sparse within it
+    ids, real = tokens(mask.shape[1], batch=3), mask.bool()
+    expected = model(ids, attention_mask=mask).logits[real]
+    with attached(model, recorder):
+        actual = model(ids, attention_mask=mask).logits[real]
+    assert_close(actual, expected)
+    lengths = mask.sum(1).tolist()
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), sum(n >= 16 for n in lengths))
+    short = Counter("decode" if n == 1 else "fewer than min_tokens" for n in lengths if 0 < n < 16)
+    assert all(reasons == short for reasons in recorder.dense_calls().values())
+    alone = DensityRecorder()
+    with attached(model, alone, SPARSE):
+        expected = torch.cat(prompts(model, ids, mask))
+    recorder.clear()
+    with attached(model, recorder, SPARSE):
+        assert_close(model(ids, attention_mask=mask).logits[real], expected)
+    assert torch.equal(recorder.density(), alone.density())
+    assert float(recorder.density().max()) < 0.9
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_chunks_of_padded_prompts_are_sparse(static: bool) -> None:
+    """As `generate` makes them: a prompt may begin in a later chunk, or end in an earlier one."""
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(100, batch=4)
+    mask = mask_of((0, 100), (3, 100), (60, 100), (0, 65), N=100)
+
+    def run() -> Tensor:
+        cache = (
+            StaticCache(config=model.config, max_cache_len=120) if static else DynamicCache(config=model.config)
+        )
+        logits = []
+        for start, end in ((0, 40), (40, 60), (60, 100)):
+            given: dict[str, Any] = {"attention_mask": mask[:, :end], "past_key_values": cache}
+            logits.append(model(ids[:, start:end], **given).logits)
+        return torch.cat(logits, 1)[mask.bool()]
+
+    expected = run()
+    with attached(model, recorder):
+        assert_close(run(), expected)
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 3 + 3 + 4)
+    assert recorder.dense_calls() == {}
+
+
+@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 30}, {"cache_implementation": "static"}])
+def test_padded_prompts_generate_the_same_tokens(how: dict[str, Any]) -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(70, batch=2)
+    given = {"attention_mask": mask_of((0, 70), (23, 70), N=70), "max_new_tokens": 4, "do_sample": False, **how}
+    expected = model.generate(ids, **given)
+    with attached(model, recorder):
+        assert torch.equal(model.generate(ids, **given), expected)
+    assert recorder.sparse_calls()[0] >= 2
+    assert set(recorder.dense_calls()[0]) <= {"decode", "fewer than min_tokens"}
+
+
+@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 30}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("min_tokens", [16, 100], ids=["sparse", "dense"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_padding_behind_a_prompt_generates_the_same_tokens(
+    name: str, min_tokens: int, how: dict[str, Any]
+) -> None:
+    """transformers goes on from the last row, which is padding that sees its prompt, in a window its end."""
+    model, ids = make(name), tokens(70, batch=3)
+    mask = mask_of((0, 70), (0, 23), (4, 69 if name == "llama" else 50), N=70)
+    given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, **how}
+    expected = model(ids, attention_mask=mask).logits[:, -1]
+    answers = model.generate(ids, **given)
+    recorder = DensityRecorder()
+    with attach(model, DENSE_LIMIT, recorder=recorder, min_tokens=min_tokens, min_queries=1, min_window=1):
+        assert_close(model(ids, attention_mask=mask).logits[:, -1], expected)
+        assert torch.equal(model.generate(ids, **given), answers)
+    assert bool(recorder.sparse_calls()) == (min_tokens < 70)
+
+
+@pytest.mark.parametrize("host", ["sdpa", "eager"])
+@pytest.mark.parametrize("padding", [WINDOW - 1, WINDOW])
+def test_a_row_of_padding_that_sees_no_key_is_as_sdpa_has_it(host: str, padding: int) -> None:
+    """Eager attention gives it the mean of all values, so beside that alone `generate` goes on otherwise."""
+    N = 80
+    model, given = make("mistral"), {"attention_mask": mask_of((0, N - padding), (0, N), N=N)}
+    ids = tokens(N, batch=2)
+    model.set_attn_implementation(host)
+    plain = model(ids, **given).logits[:, -1]
+    with attached(model, DensityRecorder()):
+        last = model(ids, **given).logits[:, -1]
+    assert_close(last[1], plain[1])
+    if host == "sdpa" or padding < WINDOW:
+        assert_close(last, plain)
+    else:
+        assert float((last[0] - plain[0]).abs().max()) > 0.1
+
+
+def test_padding_inside_of_a_prompt_is_dense() -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60, batch=2)
+    mask = mask_of((0, 60), (0, 60), N=60)
+    mask[1, 20:30] = 0
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    with attached(model, recorder):
+        assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected)
+    assert all_dense(recorder, "mask")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_mask_is_of_the_tokens_before_its_chunk(name: str) -> None:
+    """A static cache counts on in place while layers run, and the mask of a chunk is made as late as that."""
+    model, ids = make(name), tokens(90, batch=2)
+    mask = mask_of((0, 90), (0, 90), N=90)
+    mask[1, 20:30] = 0
+    cache = StaticCache(config=model.config, max_cache_len=100)
+
+    def run() -> Tensor:
+        cache.reset()  # which leaves a cache that has counted, so that the first chunk is not another case
+        chunks = ((0, 25), (25, 55), (55, 90))
+        return torch.cat(
+            [
+                model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+                for start, end in chunks
+            ],
+            1,
+        )[mask.bool()]
+
+    run()
+    expected = run()
+    with attached(model, recorder := DensityRecorder()):
+        assert_close(run(), expected)
+    assert sum(reasons["mask"] for reasons in recorder.dense_calls().values()) > 0
+
+
+def test_dense_layers_read_padded_prompts_one_by_one() -> None:
+    model, recorder, ids, mask = make("llama"), DensityRecorder(), tokens(80, batch=3), PADDINGS["both"]
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    with attach(model, Schedule(DENSE_LIMIT, dense=[0]), min_tokens=16, min_queries=2, recorder=recorder):
+        assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected)
+    assert recorder.sparse_calls() == {1: 3}
+    assert recorder.dense_calls() == {0: Counter({"no pipeline for this layer": 3})}
+
+
+LENGTHS = (33, 12, 1, 44)
+PACKED: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None], "use_cache": False}
+ENDS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+FLASH: dict[str, Any] = {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": 44, "max_length_k": 44}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("flash", [{}, FLASH], ids=["positions", "cu_seq_lens"])
+def test_packed_prompts_are_sparse(name: str, flash: dict[str, Any]) -> None:
+    model, recorder, ids = make(name), DensityRecorder(), tokens(sum(LENGTHS))
+    expected = model(ids, **PACKED).logits
+    with attached(model, recorder):
+        assert_close(model(ids, **PACKED, **flash).logits, expected)
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 2)
+    assert recorder.dense_calls()[1] == {"fewer than min_tokens": 1, "decode": 1}
+    with attached(model, recorder, SPARSE):
+        expected = torch.cat([model(prompt).logits for prompt in ids.split(LENGTHS, 1)], 1)
+        assert_close(model(ids, **PACKED, **flash).logits, expected)
+
+
+def test_packed_prompts_beyond_a_window_attend_within_it() -> None:
+    """In the layers that have the window."""
+    model, recorder, ids = make("gemma3"), DensityRecorder(), tokens(100)
+    positions = torch.cat((torch.arange(WINDOW + 2), torch.arange(98 - WINDOW)))[None]
+    expected = model(ids, position_ids=positions, use_cache=False).logits
+    with attached(model, recorder):
+        assert_close(model(ids, position_ids=positions, use_cache=False).logits, expected)
+    assert recorder.sparse_calls() == {0: 2, 1: 2}
+    assert recorder.dense_calls() == {}
+
+
+def test_cu_seq_lens_count_where_no_mask_tells() -> None:
+    """With a cache transformers makes no mask for packed prompts: FlashAttention obeys these, sdpa does not."""
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(sum(LENGTHS))
+    expected = model(ids, **PACKED).logits
+    given = {"position_ids": PACKED["position_ids"], **FLASH}
+    for pipeline in (DENSE_LIMIT, Schedule(None)):
+        with attached(model, recorder, pipeline):  # type: ignore[arg-type]
+            assert_close(model(ids, **given).logits, expected)
+    with torch.enable_grad(), attached(model, recorder):
+        assert_close(model(ids, **given).logits.detach(), expected)
+    assert recorder.sparse_calls() == {0: 2, 1: 2}
+    assert recorder.dense_calls()[0]["gradients"] == 1
+    one = torch.tensor([0, sum(LENGTHS)])
+    recorder.clear()
+    with attached(model, recorder):
+        model(ids, cu_seq_lens_q=one, cu_seq_lens_k=one)
+    assert all_sparse(recorder)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("static", [False, True])
+def test_cu_seq_lens_count_in_windows_too(name: str, static: bool) -> None:
+    """The mask of a window that transformers makes beside a cache does not know of prompts."""
+    model, recorder, lengths = make(name), DensityRecorder(), (WINDOW + 30, WINDOW, 25)
+    ids, ends = tokens(sum(lengths)), torch.tensor([0, *lengths]).cumsum(0)
+    expected = torch.cat([model(prompt).logits for prompt in ids.split(lengths, 1)], 1)
+    given = {
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+    }
+    for pipeline in (DENSE_LIMIT, Schedule(None)):
+        cache = StaticCache(model.config, max_cache_len=300) if static else None
+        with attached(model, recorder, pipeline):  # type: ignore[arg-type]
+            assert_close(model(ids, **given, past_key_values=cache).logits, expected)
+    assert recorder.sparse_calls() == {0: 3, 1: 3}
+    assert recorder.dense_calls() == {layer: {"no pipeline for this layer": 3} for layer in range(LAYERS)}
+    with attached(model, recorder), pytest.raises(ValueError, match="sequences lie in"):
+        model(ids, cu_seq_lens_q=ends[:-1], cu_seq_lens_k=ends[:-1])
+
+
+def test_the_host_reads_lengths_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again when they are others, in the same tensor too."""
+    reads: list[Tensor] = []
+    made = Sequences.from_cu_seqlens
+
+    def read(*ends: Tensor) -> Sequences:
+        reads.append(ends[0])
+        return made(*ends)
+
+    monkeypatch.setattr(Sequences, "from_cu_seqlens", read)
+    model, ends = make("llama"), torch.tensor([0, 30, 60])
+    with attached(model, DensityRecorder()):
+        for middle in (30, 20, 20):
+            if middle == 20:
+                ends[1] = middle
+            first = model(tokens(60), cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+    assert len(reads) == 3
+    assert first.shape[1] == 60
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("write", [lambda x, y: x.copy_(y), lambda x, y: x.data.copy_(y)], ids=["op", "data"])
+def test_a_buffer_for_lengths_may_be_filled_anew(write: Callable[..., object], mode: Callable[[], Any]) -> None:
+    """Servers keep one. No version tells of a write to an inference tensor, nor of one by `.data`."""
+    model, ids = make("llama"), tokens(90)
+    with mode():
+        ends = torch.zeros(3, dtype=torch.int32)
+        want = [torch.cat([model(x).logits for x in ids.split((cut, 90 - cut), 1)], 1) for cut in (30, 60)]
+        with attached(model, DensityRecorder()):
+            for cut, expected in zip((30, 60), want, strict=True):
+                write(ends, torch.tensor([0, cut, 90]))
+                positions = torch.cat((torch.arange(cut), torch.arange(90 - cut)))[None]
+                given: Any = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 60, "max_length_k": 60}
+                assert_close(model(ids, position_ids=positions, **given).logits, expected)
+
+
+def test_layers_may_have_lengths_of_their_own() -> None:
+    """As layers with a window have in continuous batching."""
+    lengths, first, second = LastLengths(), torch.tensor([0, 30, 60]), torch.tensor([0, 20, 60])
+    for layer, ends in enumerate((first, second, second, first)):
+        assert lengths.of(layer, ends).spans == Sequences.from_cu_seqlens(ends).spans
+
+
+def test_a_mask_that_joins_prompts_is_dense() -> None:
+    """A function of a model's own that only looks like packed prompts where neighbours meet."""
+    from transformers.masking_utils import sdpa_mask
+
+    from blocksparse.hosts.transformers.mask_request import mask_of as requested
+
+    def odd(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (((key < 20) == (query < 20)) | ((query == 39) & (key == 3)))
+
+    request: dict[str, Any] = {"batch_size": 2, "q_length": 40, "kv_length": 40, "device": torch.device("cpu")}
+    mask: Any = requested(**request, mask_function=odd, allow_is_causal_skip=False)
+    assert mask.sequences is None
+    assert torch.equal(mask.made(), sdpa_mask(**request, mask_function=odd, allow_is_causal_skip=False))
+    assert mask.made().shape == (2, 1, 40, 40)
+    even: Any = requested(
+        **request,
+        mask_function=lambda b, h, q, k: (k <= q) & ((k < 20) == (q < 20)),
+        allow_is_causal_skip=False,
+    )
+    assert [span.keys for span in even.sequences.spans] == [20, 20, 20, 20]
+
+
+@pytest.mark.parametrize("how", ["positions", "left", "right", "both"])
+def test_a_mask_of_prompts_is_the_mask_that_sdpa_gets(how: str) -> None:
+    """To whoever looks at it, rows of padding included."""
+    model, seen = make("llama"), []
+    layer = model.model.layers[0].self_attn
+    layer.register_forward_pre_hook(lambda *_: seen.append(_[2]["attention_mask"]), with_kwargs=True)
+    given = PACKED if how == "positions" else {"attention_mask": PADDINGS[how]}
+    ids = tokens(sum(LENGTHS)) if how == "positions" else tokens(80, batch=3)
+    model.set_attn_implementation("sdpa")
+    model(ids, **given)
+    with attached(model, DensityRecorder()):
+        model(ids, **given)
+    expected, mask = seen
+    assert torch.equal(mask.made(), expected.expand(mask.shape))
+    assert torch.equal(mask.rows(5, 9), mask.made()[:, :, 5:9])
+
+
+@needs_gpu
+@pytest.mark.parametrize("how", ["left", "right", "packed"])
+def test_prompts_on_a_gpu(how: str) -> None:
+    """bf16, in the dense limit, by Triton."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES | {"hidden_size": 256})
+    model: Any = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    model = model.to("cuda", torch.bfloat16).eval()
+    lengths, N = (300, 200, 130), 630 if how == "packed" else 300
+    real = torch.ones(1, N, dtype=torch.bool, device="cuda")
+    if how == "packed":
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
+        given: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+    else:
+        ends = [(N - n, N) if how == "left" else (0, n) for n in lengths]
+        given = {"attention_mask": mask_of(*ends, N=N).cuda()}
+        real = given["attention_mask"].bool()
+    ids, recorder = tokens(N, batch=len(real)).cuda(), DensityRecorder()
+    expected = model(ids, **given).logits[real].float()
+    pipeline = Pipeline(SegmentKeySort(S=128), MeanPoolScorer(64), Everything(), TritonExecutor())
+    with attach(model, pipeline, min_tokens=1, recorder=recorder):
+        actual = model(ids, **given).logits[real].float()
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 3)
+    assert float((actual - expected).abs().max()) < 0.03 * float(expected.abs().max())

@@ -1,0 +1,672 @@
+"""What of the vLLM backend needs no vLLM: configurations, how a batch is split, and attention over pages.
+
+The backend itself runs inside of vLLM in `tests_vllm`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from tests.on_kernels import pretend_gpu
+from torch import Tensor
+
+from blocksparse import (
+    AutoExecutor,
+    Band,
+    HeadGroups,
+    Identity,
+    Int8Executor,
+    MeanPoolScorer,
+    Pipeline,
+    Sink,
+    TopK,
+    TritonExecutor,
+    a_shape,
+    auto,
+    mean_pooling,
+    pbs_attn,
+    skip_softmax,
+    sparge,
+    xattention,
+)
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.hosts.serving.layer import LayerAttention, Workspace, record_dense
+from blocksparse.hosts.serving.metrics import Estimates
+from blocksparse.hosts.serving.runs import Runs, Split
+from blocksparse.hosts.serving.settings import Served
+from blocksparse.hosts.serving.warm import pays_from, sizes, warm
+from blocksparse.hosts.serving.worth import HALF_PRECISION_PAYS_FROM, Kinds, Worth
+from blocksparse.hosts.vllm import ConfigurationError, DensityRecorder, Settings, register
+from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configured, layer_of
+from blocksparse.hosts.vllm.impl import Batch, dense_because, part_of
+from blocksparse.launch.repeated import owner_of
+from blocksparse.observe import Audit
+from blocksparse.spec import AttentionSpec
+from blocksparse.testing import make_qkv
+
+SERVED = Served("llama", layers=4, heads=8, kv_heads=2)
+
+
+@dataclass
+class Common:
+    """Fields of vLLM's CommonAttentionMetadata: those with an entry per request or token, and some others."""
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu_upper_bound: Tensor
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    req_idx: Any
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    positions: Tensor | None = None
+    causal: bool = True
+    _num_computed_tokens_cache: Tensor | None = None
+    _token_to_req_indices_cache: Tensor | None = None
+
+    def replace(self, **changed: Any) -> Common:
+        return replace(self, **changed)
+
+
+def batch_of(queries: list[int], keys: list[int], page_size: int = 16) -> Common:
+    starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    pages = -(-max(keys) // page_size)
+    table = torch.randperm(pages * len(keys), dtype=torch.int32).view(len(keys), pages)
+    lengths, tokens = torch.tensor(keys, dtype=torch.int32), sum(queries)
+    return Common(
+        starts,
+        starts.clone(),
+        lengths,
+        lengths.clone(),
+        table,
+        torch.arange(tokens),
+        np.arange(len(keys)),
+        len(keys),
+        tokens,
+        max(queries),
+    )
+
+
+def split(queries: list[int], keys: list[int], **options: Any) -> Split:
+    starts = [0, *np.cumsum(queries).tolist()]
+    return Split.of(starts, keys, **{"min_tokens": 100, "min_queries": 16} | options)
+
+
+def test_runs() -> None:
+    runs = Runs.of([0, 1, 4, 6, 7])
+    assert runs.ranges == ((0, 2), (4, 5), (6, 8))
+    assert len(runs) == 5
+    assert [*runs] == [0, 1, 4, 6, 7]
+    assert str(runs) == "0-1, 4, 6-7"
+    x = torch.arange(8)
+    assert runs.take(x).tolist() == runs.take(x.numpy()).tolist() == [*runs]
+    assert Runs.of([2, 3]).take(x).data_ptr() == x[2:].data_ptr()  # no copy of what lies together
+    assert Runs().take(x).shape == Runs().take(x.numpy()).shape == (0,)
+    assert runs.of_tokens([0, 3, 3, 5, 6, 9, 9, 11, 12]).ranges == ((0, 3), (6, 9), (9, 12))
+    y = torch.zeros(8, dtype=torch.int64)
+    runs.put(y, runs.take(x))
+    assert y.tolist() == [0, 1, 0, 0, 4, 0, 6, 7]
+
+
+def test_a_batch_of_decodes_and_prefills_is_split() -> None:
+    found = split([1, 1, 3, 200, 20, 30, 16], [500, 1, 300, 200, 60, 430, 100])
+    assert [*found.sparse] == [3, 5, 6]
+    assert [*found.rest] == [0, 1, 2, 4]
+    assert found.reasons == Counter({"decode": 2, "fewer than min_queries": 1, "fewer than min_tokens": 1})
+
+
+def test_whole_batches_and_single_requests_stay_dense() -> None:
+    everything = split([200, 1], [200, 90], dense="not causal")
+    assert not everything.sparse.ranges
+    assert everything.reasons == Counter({"not causal": 1, "decode": 1})
+    pictures = split([200, 200], [200, 200], masked=frozenset({1}))
+    assert [*pictures.sparse] == [0]
+    assert pictures.reasons == Counter({"mask": 1})
+
+
+def test_requests_without_queries_and_trial_runs() -> None:
+    """They pad a batch; and a trial run may have requests with fewer tokens than queries."""
+    found = split([200, 0, 0], [200, 0, 0])
+    assert ([*found.sparse], [*found.rest], found.reasons) == ([0], [1, 2], Counter())
+    assert split([200], [1]).reasons == Counter({"fewer than min_tokens": 1})
+
+
+def test_the_rest_is_a_batch_of_its_own() -> None:
+    common = batch_of([1, 150, 3, 200, 5], [40, 150, 33, 260, 70])
+    common.mm_req_doc_ranges = {2: [(1, 3)], 3: [(5, 9)]}
+    common.positions = torch.arange(359)
+    rest = part_of(common, Runs.of([0, 2, 4]), Runs(((0, 1), (151, 154), (354, 359))))
+    tokens = [0, 151, 152, 153, *range(354, 359)]
+    assert rest.query_start_loc.tolist() == rest.query_start_loc_cpu.tolist() == [0, 1, 4, 9]
+    assert rest.query_start_loc.dtype == torch.int32
+    assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (3, 9, 5)
+    assert rest.seq_lens.tolist() == rest.seq_lens_cpu_upper_bound.tolist() == [40, 33, 70]
+    assert rest.slot_mapping.tolist() == rest.positions.tolist() == tokens
+    assert torch.equal(rest.block_table_tensor, common.block_table_tensor[[0, 2, 4]])
+    assert rest.req_idx.tolist() == [0, 2, 4]
+    assert rest.mm_req_doc_ranges == {1: [(1, 3)]}
+
+
+def paged(common: Common, page_size: int, heads: int, D: int) -> Tensor:
+    """A cache `[pages, Hkv, page_size, 2D]` with tokens before heads in memory."""
+    pages = int(common.block_table_tensor.max()) + 1
+    return torch.randn(pages, page_size, heads, 2 * D).transpose(1, 2)
+
+
+def keys_of(common: Common, cache: Tensor, request: int) -> Tensor:
+    """Keys and values of a request, `[1, Hkv, N, 2D]`."""
+    rows = cache[common.block_table_tensor[request].long()]  # [pages, Hkv, page_size, 2D]
+    return rows.transpose(1, 2).flatten(0, 1)[: int(common.seq_lens[request])].transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 120, 64], [130, 1, 70]], ids=["rest first", "rest between"])
+def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
+    keys, D = [n + 30 for n in queries], 16
+    common = batch_of(queries, keys)
+    cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
+    found, asked = split(queries, keys, min_tokens=1), []
+    batch = Batch.of(common, found, keys, page_size=16, build=lambda rest: asked.append(rest))
+    assert batch.prefills is not None
+    assert [rest.max_query_len for rest in asked] == [1]  # what decodes keeps the fastest kernels for that
+    out, recorder = torch.full((sum(queries), 8, D), 7.0), DensityRecorder()
+    pipeline = a_shape(sink=16, local=32, block=16)
+    attend = LayerAttention(pipeline, 3, recorder, Workspace(max(keys)))
+    keys_of_all, values_of_all = cache.split(D, dim=-1)
+    attend(query, keys_of_all, values_of_all, out, batch.prefills, scale=0.3)
+    start = 0
+    for request, count in enumerate(queries):
+        rows = slice(start, start + count)
+        if count > 1:
+            k, v = keys_of(common, cache, request).split(D, dim=-1)
+            alone = pipeline(query[rows].transpose(0, 1)[None], k, v, scale=0.3)
+            torch.testing.assert_close(out[rows].transpose(0, 1)[None], alone, rtol=0, atol=2e-6)
+        else:
+            assert (out[rows] == 7).all()  # of the stock backend
+        start += count
+    record_dense(recorder, 3, batch.reasons, batch.prefills, None)
+    record_dense(recorder, 0, batch.reasons, batch.prefills, "softcap")
+    decodes = queries.count(1)
+    assert recorder.sparse_calls() == {3: 2}
+    assert recorder.dense_calls() == {3: Counter(decode=decodes), 0: Counter(decode=decodes, softcap=2)}
+    assert 0 < recorder.density()[3].mean() < 1
+
+
+def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixture) -> None:
+    """Outputs are those without it; one call in `every` is compared with dense attention."""
+    settings = Settings.of(
+        {"blocksparse": {"preset": "a_shape", "audit": {"every": 3, "rows": 16, "max_error": 1e-6}}}, SERVED, HOST
+    )
+    assert settings.audit is not None
+    pipeline, estimates = a_shape(sink=16, local=32, block=16), Estimates(settings.audit)
+    q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
+    audited, plain = (LayerAttention(pipeline, 2, None, Workspace(160), its) for its in (estimates, None))
+    out, expected = torch.empty_like(q), torch.empty_like(q)
+    plain._attend(q, k, v, expected, {"scale": 0.25})
+    for _ in range(9):
+        audited._attend(q, k, v, out, {"scale": 0.25})
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    (found,) = estimates.audit.layers()
+    assert (found.layer, found.calls, found.audited, found.crossed, found.dense) == (2, 9, 3, 3, False)
+    assert found.error is not None
+    assert found.error.value > 0.01
+    assert caplog.text.count("an audit crossed its bound in layer 2") == 3
+
+
+def test_pages_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as gathered, and no workspace; also where what stands behind a prompt in its page is NaN."""
+    queries, keys, D = [70, 1, 48], [100, 20, 133], 16
+    common = batch_of(queries, keys)
+    cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
+    for request, tokens in enumerate(keys):
+        cache[int(common.block_table_tensor[request, tokens // 16]), :, tokens % 16 :] = float("nan")
+    batch = Batch.of(common, split(queries, keys), keys, page_size=16, build=lambda rest: None)
+    assert batch.prefills is not None
+    pretend_gpu(monkeypatch)
+    pipeline = mean_pooling(0.5, block=16, executor=TritonExecutor())
+    outs = []
+    for gather in (True, False):
+        attend, out = (
+            LayerAttention(pipeline, 3, None, Workspace(133), gather=gather),
+            torch.full((119, 8, D), 7.0),
+        )
+        k, v = cache.split(D, dim=-1)
+        attend(query, k, v, out, batch.prefills, scale=0.3)
+        assert (attend.workspace.nbytes > 0) == gather
+        outs.append(out)
+    assert torch.equal(*outs)
+    assert (outs[0][70] == 7).all()  # of the stock backend
+    assert outs[0].isfinite().all()
+
+
+def test_why_keys_are_gathered() -> None:
+    cache = torch.zeros(3, 2, 16, 32)
+    keys, values = cache.split(16, dim=-1)
+    pipeline = mean_pooling(executor=TritonExecutor())
+
+    def because(
+        pipeline: Any = pipeline,
+        recorder: DensityRecorder | None = None,
+        cache: Tensor = keys,
+        estimates: Any = None,
+        gather: bool = False,
+    ) -> str | None:
+        return LayerAttention(pipeline, 0, recorder, Workspace(1), estimates, gather).gathers_because(
+            cache, values
+        )
+
+    assert because(gather=True) == "the configuration says so"
+    assert because(recorder=DensityRecorder()) == "a record is kept"
+    assert because(estimates=object()) == "calls are audited"
+    assert because(HeadGroups({(0,): pipeline, (1,): None})) == "heads have pipelines of their own"
+    assert because() is None
+    assert because(cache=keys[:, :, :8]) == "pages of 8 tokens are too small"
+    turned = torch.zeros(3, 2, 16, 16).transpose(2, 3)
+    assert because(cache=turned) == "tokens of the cache lie otherwise than in rows of slots"
+    assert because(pbs_attn()) == "SegmentKeySort moves keys"
+
+
+def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
+    common = batch_of([1, 3], [40, 30])
+    found = split([1, 3], [40, 30])
+    batch = Batch.of(common, found, [40, 30], page_size=16, build=lambda _: pytest.fail("nothing to build"))
+    assert batch.prefills is None
+    assert batch.reasons == Counter({"decode": 1, "fewer than min_queries": 1})
+
+
+def test_what_the_executor_cannot_run_is_dense_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = make_qkv(Hq=2, Hkv=1, N=64, D=16)
+    pipeline, recorder = evolve(a_shape(), executor=Int8Executor()), DensityRecorder()
+    attend, out = LayerAttention(pipeline, 7, recorder, Workspace(64)), torch.empty_like(q)
+    for _ in range(2):
+        attend._attend(q, k, v, out, {"scale": 0.3})
+        torch.testing.assert_close(out, dense_attention(q, k, v, AttentionSpec(scale=0.3)))
+    ((reason, times),) = recorder.dense_calls()[7].items()
+    assert (reason.split(":")[0], times) == ("Int8Executor", 2)
+    assert caplog.text.count("prompts are dense in layer 7") == 1
+
+
+@pytest.mark.parametrize("dense_below", [None, 0, 1e6])
+def test_whether_a_request_pays_follows_from_its_sizes(dense_below: float | None) -> None:
+    worth = Worth.of(dense_below, torch.empty(()), heads=8, kv_heads=2, head_dim=16)
+    some, everything = a_shape(sink=16, local=32, block=16), a_shape(sink=16, local=512, block=16)
+    assert worth.dense_because(some, 16, 64) == ("little work" if dense_below == 1e6 else None)
+    assert worth.dense_because(some, 500, 500) is None
+    assert worth.dense_because(everything, 500, 500) == "every block is kept"
+    assert worth.dense_because(HeadGroups({(0,): everything, (1,): None}), 500, 500) == "every block is kept"
+    assert worth.dense_because(HeadGroups({(0,): everything, (1,): some}), 500, 500) is None
+    if dense_below != 1e6:  # which keeps every block, and leaves out tiles of them
+        assert worth.dense_because(skip_softmax(), 500, 500) is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "given", "dense_below"),
+    [
+        (True, torch.bfloat16, None, HALF_PRECISION_PAYS_FROM),
+        (True, torch.bfloat16, 0, 0),
+        (True, torch.float32, None, None),
+        (False, torch.bfloat16, None, None),
+    ],
+)
+def test_less_work_pays_in_an_engine(
+    gpu: bool, dtype: torch.dtype, given: float | None, dense_below: float | None
+) -> None:
+    like: Any = SimpleNamespace(is_cuda=gpu, dtype=dtype, new_empty=torch.empty)
+    assert Worth.of(given, like, heads=8, kv_heads=2, head_dim=16).executor.dense_below == dense_below
+
+
+def test_layers_of_equal_pipelines_are_split_alike() -> None:
+    """A plan makes a pipeline for each layer; a batch is split once for all that are equal."""
+    settings = Settings(
+        (a_shape(local=64), None, evolve(a_shape(local=64)), a_shape(local=512)), min_tokens=1, min_queries=2
+    )
+    worth = Worth.of(None, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
+    kinds = Kinds.of(filter(None, settings.layers), settings, worth)
+    assert [kinds.index(p) for p in settings.layers if p is not None] == [0, 0, 1]
+    narrow, wide = kinds.splits([0, 1, 301, 1501], [50, 300, 1200])
+    assert ([*narrow.sparse], [*wide.sparse]) == ([1, 2], [2])
+    assert wide.reasons == Counter({"decode": 1, "every block is kept": 1})
+
+
+def test_sizes_to_warm_with() -> None:
+    found = list(sizes(2048, 9000, 131072))
+    assert found[0] == (2048, 131072)  # by which memory is measured
+    assert found[-1] == (2048, 9000)
+    assert len(set(found)) == len(found) < 300
+    assert all(1 < M <= min(2048, N) and 9000 <= N <= 131072 for M, N in found)
+    settings = Settings((), min_tokens=512, min_queries=64)
+    worth = Worth.of(1e9, torch.empty(()), heads=8, kv_heads=2, head_dim=128)
+    least = pays_from(mean_pooling(), worth, settings, queries=512, tokens=4096)
+    assert least is not None
+    assert worth.dense_because(mean_pooling(), 512, least) is None
+    assert worth.dense_because(mean_pooling(), 512, least - 1) == "little work"
+    assert pays_from(mean_pooling(), worth, settings, queries=32, tokens=4096) is None
+    assert pays_from(mean_pooling(), worth, settings, queries=512, tokens=least - 1) is None
+
+
+def test_an_engine_is_warm_before_it_serves() -> None:
+    """The workspace is there, and calls in it take no other; a pipeline that cannot run stops the engine."""
+    settings = Settings((), min_tokens=1, min_queries=2)
+    worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
+    query, out = torch.randn(64, 4, 16), torch.full((64, 4, 16), float("nan"))
+    workspace = Workspace(300)
+    attention = LayerAttention(mean_pooling(block=16), 0, None, workspace)
+    warmed = warm(attention, worth, settings, query, out, tokens=300, page_size=16)
+    assert warmed.seconds > 0
+    assert warmed.gathers_because == "AutoExecutor reads pages by the kernel for Hopper alone"
+    assert workspace.nbytes == 300 * 2 * 2 * 16 * 4
+    assert (out[:64] == 0).all()  # of values that are 0
+    eight = LayerAttention(sparge(executor=Int8Executor()), 5, None, Workspace(300))
+    with pytest.raises(ConfigurationError, match=r"of layer 5 cannot run here: Int8Executor: "):
+        warm(eight, worth, settings, query, out, tokens=300, page_size=16)
+
+
+def test_an_audited_call_finds_its_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Pipeline, "trace", lambda _, q, *__, **___: traced.append(q.shape))
+    settings, worth = (
+        Settings((), min_tokens=1, min_queries=2),
+        Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16),
+    )
+    query = torch.randn(64, 4, 16)
+    for estimates in (None, Estimates(Audit())):
+        attention = LayerAttention(mean_pooling(block=16), 0, None, Workspace(300), estimates)
+        warm(attention, worth, settings, query, query.clone(), tokens=300, page_size=16)
+    assert traced == [(1, 4, 64, 16)]
+
+
+def test_settings() -> None:
+    given = {"preset": "pbs_attn", "settings": {"mass": 0.8}, "dense": [0, -1], "min_tokens": 4096, "record": True}
+    settings = Settings.of({"blocksparse": given, "other": 1}, SERVED, HOST)
+    first, second, third, last = settings.layers
+    assert first is last is None
+    # The engine decides what is dense, so that what a pipeline gets runs its stages.
+    assert second == third == pbs_attn(0.8, executor=AutoExecutor(dense_below=0))
+    assert (settings.min_tokens, settings.min_queries, settings.record) == (4096, 64, True)
+    assert settings.dense_below is None
+
+
+@pytest.mark.parametrize(
+    ("given", "pipeline"),
+    [
+        ({"quality": "careful"}, auto("careful")),
+        ({"preset": "auto", "quality": "fast", "dense_below": 1e12}, auto("fast")),
+        ({"preset": "sparge", "executor": "int8"}, sparge(executor=Int8Executor())),
+        ({"preset": "sparge", "executor": "triton"}, sparge(executor=TritonExecutor())),
+    ],
+)
+def test_settings_of_a_preset(given: dict[str, Any], pipeline: Pipeline[Any, Any, Any]) -> None:
+    settings = Settings.of({"blocksparse": given}, SERVED, HOST)
+    executor = pipeline.executor
+    expected = (
+        evolve(pipeline, executor=AutoExecutor(dense_below=0)) if isinstance(executor, AutoExecutor) else pipeline
+    )
+    assert settings.layers == (expected,) * 4
+    assert settings.dense_below == given.get("dense_below")
+
+
+def test_a_band_and_a_sink_are_added() -> None:
+    given = {"preset": "xattention", "band": 256, "sink": 64}
+    layer = Settings.of({"blocksparse": given}, SERVED, HOST).layers[0]
+    assert isinstance(layer, Pipeline)
+    assert layer.selector == xattention().selector | Band(256) | Sink(64)
+
+
+def test_a_pipeline_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function in a module that the engine can import is named as a preset is, and takes what presets take."""
+    (tmp_path / "my_own_stages.py").write_text(
+        "import blocksparse as bs\n\n\ndef mine(k=3):\n    return bs.Pipeline("
+        "bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(k), bs.AutoExecutor())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"preset": "my_own_stages:mine", "settings": {"k": 5}, "sink": 64, "dense": [0]}
+    first, *others = Settings.of({"blocksparse": given}, SERVED, HOST).layers
+    selector = TopK(5) | Sink(64)
+    expected = Pipeline(Identity(), MeanPoolScorer(32), selector, AutoExecutor(dense_below=0))
+    assert (first, *others) == (None, expected, expected, expected)
+
+
+def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each GPU would take numbers for as many heads as it has for its own, whichever these are."""
+    (tmp_path / "my_numbers.py").write_text(
+        "import blocksparse as bs\n\n\ndef mine(heads):\n    return bs.mean_pooling([0.9] * heads)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def settings(heads: int, ranks: int) -> Settings:
+        given = {"preset": "my_numbers:mine", "settings": {"heads": heads}}
+        return Settings.of({"blocksparse": given}, evolve(SERVED, ranks=ranks), HOST)
+
+    assert settings(8, 1).layers[0]
+    with pytest.raises(ConfigurationError, match="'mass' has 4 entries for 8 query heads"):
+        settings(4, 1)
+    with pytest.raises(ConfigurationError, match="'mass' has 4 entries for 8 query heads"):
+        settings(4, 2)
+    with pytest.raises(ConfigurationError, match="must have one number for all heads, because each of 2 GPUs"):
+        settings(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (7, "it must be an object with some of preset, quality, settings, band, sink, executor, plan, dense, "),
+        ({"preset": "pbs_attn", "tau": 1}, "there is no 'tau'; there are preset, quality, settings, band, "),
+        ({"preset": "sparge", "quality": "fast"}, "'quality' is of the preset 'auto', and to be given once: "),
+        ({"quality": "good"}, "'quality' must be 'careful', 'balanced' or 'fast': 'good'"),
+        ({"quality": "fast", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
+        ({"preset": "auto", "band": -1}, "'tokens' must be a whole number, at least 0: -1"),
+        (
+            {"preset": "auto", "executor": "int4"},
+            "there is no executor 'int4'; there are auto, triton, int8, flex",
+        ),
+        ({"preset": "auto", "dense_below": -1}, "'dense_below' must be a number of floating-point operations"),
+        ({"plan": "no-plan.json", "sink": 1}, "a plan says what each layer does, so 'sink' must be left out"),
+        ({}, "it must have one of 'preset' and 'plan': {}"),
+        ({"preset": "s2o", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
+        ({"preset": "pbs"}, "there is no preset 'pbs'; there are auto, pbs_attn, "),
+        ({"preset": ["s2o"]}, "there is no preset ['s2o']; there are "),
+        ({"preset": "no_such:f"}, "there is no preset 'no_such:f': No module named 'no_such'; the engine's proc"),
+        ({"preset": "json:f"}, "there is no preset 'json:f': module 'json' has no attribute 'f'; the engine's "),
+        ({"preset": ":f"}, "there is no preset ':f': "),
+        ({"preset": ".x:f"}, "there is no preset '.x:f': "),
+        ({"preset": "math:pi"}, "'math:pi' must be a function that returns a Pipeline: 3.14"),
+        ({"preset": "builtins:list"}, "'builtins:list' must return a Pipeline: []"),
+        ({"preset": "xattention", "settings": 0.9}, "'settings' must be a Mapping: 0.9"),
+        ({"preset": "xattention", "settings": {"mass": 2}}, "'mass' must be "),
+        (
+            {"preset": "xattention", "settings": {"mass": [0.5]}},
+            "'mass' must have a number per query head (8): [0.5]",
+        ),
+        ({"preset": "xattention", "settings": {"masses": 0.5}}, "unexpected keyword argument 'masses'"),
+        ({"preset": "xattention", "dense": [9]}, "there is no layer 9: the model has 4, 0 to 3"),
+        ({"preset": "xattention", "dense": 1}, "'dense' must be a sequence of whole numbers: 1"),
+        ({"preset": "xattention", "min_tokens": 0}, "'min_tokens' must be a whole number, at least 1: 0"),
+        ({"preset": "xattention", "min_tokens": "1k"}, "'min_tokens' must be a whole number, at least 1: '1k'"),
+        ({"preset": "xattention", "min_queries": 1}, "'min_queries' must be above 1, the most "),
+        ({"preset": "xattention", "record": 1}, "'record' must be True or False: 1"),
+        ({"preset": "auto", "audit": {"fall_back": True}}, "'audit' must be an object with some of rows, every, "),
+        ({"preset": "auto", "audit": {"every": 0}}, "'every' must be a whole number, at least 1: 0"),
+        ({"plan": 3}, "'plan' must be the path of a file: 3"),
+        ({"plan": "no-plan.json", "dense": [1]}, "a plan says what each layer does, so 'dense' must be left out"),
+        ({"plan": "no-plan.json"}, "the plan cannot be read: no-plan.json"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(given: object, sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Settings.of({"blocksparse": given}, SERVED, HOST)
+    assert str(error.value).startswith("'blocksparse' in --additional-config cannot be used: ")
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("additional", [{}, {"other": 1}, None, {"blocksparse": None}])
+def test_no_configuration_is_one_sentence(additional: object) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^the attention backend BLOCKSPARSE needs to know what to run: "
+    ):
+        Settings.of(additional, SERVED, HOST)
+
+
+def test_what_does_not_go_with_several_gpus_or_drafts() -> None:
+    given = {"blocksparse": {"preset": "pbs_attn", "settings": {"mass": [0.9] * 8}}}
+    Settings.of(given, SERVED, HOST)
+    with pytest.raises(
+        ConfigurationError, match=r"'mass' must be one number for all heads, because each of 2 GPUs "
+    ):
+        Settings.of(given, Served("llama", 4, 8, 2, ranks=2), HOST)
+    with pytest.raises(ConfigurationError, match=r"'min_queries' must be above 81, the most queries that a "):
+        Settings.of({"blocksparse": {"preset": "s2o"}}, Served("llama", 4, 8, 2, draft_tokens=40), HOST)
+
+
+def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
+    pytest.importorskip("cattrs")
+    pytest.importorskip("scipy")
+    from blocksparse.presets.candidate import Candidate
+    from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Plan, Try
+
+    tried = Try(0.3, 0.0, 0.0, 1, 1.0, (AtLength(64, 0.3, 0.0, 0.0, 1, 1, 1),))
+    evidence = Evidence(
+        "kl", "density", 0.1, 0.1, (64,), "", "", 1, 1, 0.0, 0.0, 1.0, 1, tried, (tried,), 1, "float32", "cpu", {}
+    )
+    chosen = Candidate("pbs_attn", {"mass": 0.8})
+    parts = [Part(0, heads, chosen, 0.3, 0.0, 0.0, 1.0), Part(1, None, None, 1.0, 0.0, 0.0, 1.0)]
+    if heads is not None:
+        parts.append(Part(0, (1,), None, 1.0, 0.0, 0.0, 1.0))
+    plan = Plan(Fingerprint("tiny", "llama", 2, 8, 2, "0" * 32), tuple(parts), evidence)
+    plan.save(folder / "plan.json")
+    return str(folder / "plan.json")
+
+
+def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
+    given = {"blocksparse": {"plan": plan_file(tmp_path, None), "min_tokens": 2048}}
+    settings = Settings.of(given, Served("llama", 2, 8, 2, ranks=2), HOST)
+    assert isinstance(settings.layers[0], Pipeline)
+    assert settings.layers[1] is None
+    with pytest.raises(
+        ConfigurationError, match=r"made for another model, tiny \(it differs in layers: 2 and 4\)"
+    ):
+        Settings.of(given, SERVED, HOST)
+
+
+def test_layers_of_a_plan_repeat_the_same_launches(tmp_path: Path) -> None:
+    """A plan makes a pipeline for each layer, and what is learned of a call belongs to its value."""
+    given = {"blocksparse": {"plan": plan_file(tmp_path, None)}}
+    one, other = (Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0] for _ in "12")
+    assert isinstance(one, Pipeline)
+    assert isinstance(other, Pipeline)
+    assert one is not other
+    assert owner_of(one._stages._sparse) is owner_of(other._stages._sparse) is not None
+
+
+def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
+    given = {"blocksparse": {"plan": plan_file(tmp_path, (0,))}}
+    layer = Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0]
+    assert isinstance(layer, HeadGroups)
+    assert [part and part.executor for part in layer.groups.values()] == [AutoExecutor(dense_below=0), None]
+    with pytest.raises(
+        ConfigurationError, match="the plan chooses for single heads in layer 0, but each of 2 GPUs"
+    ):
+        Settings.of(given, Served("llama", 2, 8, 2, ranks=2), HOST)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"attn_type": "encoder_only"}, "not causal"),
+        ({"attn_type": "encoder"}, "not causal"),
+        ({"attn_type": "encoder_decoder"}, "cross attention"),
+        ({"kv_cache_dtype": "bfloat16"}, None),
+        ({"kv_cache_dtype": "float16"}, "KV cache in float16"),
+        ({"dtype": torch.float32, "kv_cache_dtype": "bfloat16"}, "KV cache in bfloat16"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "KV cache in fp8_e4m3"),
+        ({"head_size": 512}, "head dim above 256"),
+        ({"options": {"sliding_window": 128}}, "sliding window"),
+        ({"options": {"alibi_slopes": [0.5]}}, "position bias"),
+        ({"options": {"logits_soft_cap": 30.0}}, "softcap"),
+        ({"options": {"logits_soft_cap": 0, "sinks": None}}, None),
+        ({"options": {"sinks": torch.zeros(4)}}, "attention sinks"),
+        ({"options": {"something_new": 1}}, "something_new"),
+    ],
+)
+def test_layers_that_cannot_go_sparse(changed: dict[str, Any], reason: str | None) -> None:
+    plain: dict[str, Any] = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "attn_type": "decoder", "options": {},
+    }  # fmt: skip
+    assert dense_because(**plain | changed) == reason
+
+
+def config_of(additional: object, *impls: object) -> Any:
+    text = SimpleNamespace(model_type="llama", num_hidden_layers=2, num_attention_heads=4)
+    layers = {f"model.layers.{i}.attn": SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
+    return SimpleNamespace(
+        additional_config=additional,
+        model_config=SimpleNamespace(hf_text_config=text, max_model_len=1024),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+        cache_config=SimpleNamespace(block_size=32),
+    )
+
+
+def test_all_layers_of_an_engine_share_its_record() -> None:
+    given = {"blocksparse": {"preset": "pbs_attn", "dense": [1], "record": True}}
+    assert is_configured(config_of(given))
+    assert not is_configured(config_of({}))
+    first = Engine.of(config_of(given, SimpleNamespace()))
+    assert first.page_size == 32
+    assert Engine.of(config_of(given, SimpleNamespace(), SimpleNamespace(engine=first))) is first
+    attention = first.attention(0)
+    assert isinstance(attention, LayerAttention)
+    assert attention.recorder is first.recorder is not None
+    assert first.attention(1) == "no pipeline for this layer"
+    assert first.attention(2) == "no layer of the model"
+
+    reader = RecordReader()
+    reader.vllm_config = config_of(given, SimpleNamespace(engine=first))
+    first.recorder.saw_dense(0, "decode")
+    assert "1 x decode" in reader.blocksparse_table()
+    reader.blocksparse_clear()
+    assert "decode" not in reader.blocksparse_table()
+    first.counters.saw(
+        [split([1, 120, 20], [50, 120, 20]), split([1, 120, 20], [50, 120, 20], pays=lambda *_: "no")]
+    )
+    assert (
+        reader.blocksparse_counters() == "prompts: 1 x fewer than min_tokens (20 tokens), 1 x sparse (120 tokens)"
+    )
+    assert reader.blocksparse_audit().startswith("nothing is audited: ")
+    silent = config_of({"blocksparse": {"preset": "pbs_attn", "audit": {}}})
+    reader.vllm_config = silent
+    assert reader.blocksparse_table().startswith("no layer has a pipeline: ")
+    reader.vllm_config = config_of({}, SimpleNamespace(engine=Engine.of(silent)))
+    assert reader.blocksparse_table().startswith("nothing is recorded: ")
+    reader.blocksparse_clear()
+    assert reader.blocksparse_audit().split()[:3] == ["layer", "calls", "audited"]
+
+
+def test_names_of_layers() -> None:
+    assert layer_of("model.layers.13.self_attn.attn") == 13
+    assert layer_of("attn") == 0
+
+
+def test_vllm_finds_the_plugin() -> None:
+    import tomllib
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {
+        "blocksparse": f"{register.__module__}:{register.__name__}"
+    }
