@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 from torch import Tensor
+from torch.nn.functional import pad
 
 import blocksparse as bs
 from blocksparse.execute.launched import BlockPlan
@@ -20,6 +21,7 @@ from blocksparse.execute.tiles import HopperTiles, tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.hopper import shares as module
 from blocksparse.kernels.hopper.shares import Shares, shares_of
+from blocksparse.kernels.masks.arguments import LogitChange
 
 N, M = 65768, 232  # a chunk that begins at a block; lists are cut from 65536 keys on
 
@@ -55,12 +57,17 @@ def first_of_batch(lists: BlockPlan) -> BlockPlan:
 
 
 def attend_by_entry(
-    shares: Shares, q: Tensor, k: Tensor, v: Tensor, grid: bs.Grid, out: Tensor, lse: Tensor
-) -> None:
-    """What the attention kernel does with the list of work, in plain torch, with a scale of 0.2."""
+    shares: Shares, q: Tensor, k: Tensor, v: Tensor, grid: bs.Grid, out: Tensor, lse: Tensor, scale: float,
+    sinks: Tensor | None = None,
+) -> None:  # fmt: skip
+    """What the attention kernel does with the list of work, in float64 torch; references are rounded to fp32, as there.
+
+    Sinks join the lists that are not cut.
+    """
     lists, tile = shares.lists, shares.tile
     index = lists.index.expand(q.shape[0], -1, -1, -1)
     group, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2] if grid.causal else k.shape[2]
+    q, k, v = q.double() * scale / math.log(2), k.double(), v.double()
     for word, place, target in shares.work.T.tolist():
         if word < 0:  # the last entry was before this one
             assert (place, target) == (0, -1)
@@ -75,15 +82,37 @@ def attend_by_entry(
         unmasked = torch.arange(len(key), device=q.device) < full * lists.k_block
         sees = unmasked | ((key <= query[:, None] + offset) & (key < k.shape[2]))
         key = key.clamp(max=k.shape[2] - 1)
-        logits = (q[b, h, query] @ k[b, h_key, key].mT * 0.2).masked_fill(~sees, float("-inf"))
-        result = logits.softmax(-1).nan_to_num(0.0) @ v[b, h_key, key]
+        logits = (q[b, h, query] @ k[b, h_key, key].mT).masked_fill(~sees, float("-inf"))
+        reference = pad(logits, (0, 1), value=torch.finfo(torch.float32).min).amax(-1).float()
+        weight = (logits - reference[:, None]).exp2()
+        total = weight.sum(-1)
+        mean = (weight @ v[b, h_key, key] / total[:, None]).nan_to_num(0.0)
         if target < 0:
-            out[b, h, query], lse[b, h, query] = result, logits.logsumexp(-1)
+            lse_of_keys = whole = (reference + total.log2()) * math.log(2)
+            if sinks is not None:
+                whole = whole.logaddexp(sinks[h].double())
+            out[b, h, query] = (mean * (lse_of_keys - whole).exp().nan_to_num(0.0)[:, None]).to(out.dtype)
+            lse[b, h, query] = whole.float()
         else:
-            shares.out[target, : len(query), : v.shape[3]] = result
-            highest = logits.amax(-1).clamp_min(torch.finfo(torch.float32).min)
-            shares.sums[target, 0, : len(query)] = highest / math.log(2)
-            shares.sums[target, 1, : len(query)] = (logits - highest[:, None]).exp().sum(-1)
+            shares.out[target, : len(query), : v.shape[3]] = mean.float()
+            shares.sums[target, :, : len(query)] = torch.stack((reference, total.float()))
+
+
+def large_logits(
+    size: float, queries: int, D: int, Dv: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """`q` `[2, 2, M, D]`, `k` `[2, 1, N, D]`, `v` `[2, 1, N, Dv]` and a scale, for logits of `size` and about 4 more or less.
+
+    Scores are whole numbers that fp32 holds, so that a kernel may lose nothing of them. Values grow from 0 to 1 along the
+    keys, so that a share with a wrong weight changes the mean.
+    """
+    q, k = (torch.randint(0, 2, (2, heads, n, D)) * 2.0 - 1.0 for heads, n in ((2, queries), (1, N)))
+    bits = round(math.log2(size))
+    q[..., 0], k[..., 0] = 2.0 ** (bits // 2), 2.0 ** (bits - bits // 2)
+    q[..., 5:] = 0.0
+    v = torch.linspace(0, 1, N)[:, None] * torch.rand(2, 1, 1, Dv)
+    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    return q, k, v, size / 2**bits
 
 
 @pytest.mark.slow
@@ -102,11 +131,42 @@ def test_joined_shares_are_the_whole(
     shares = shares_of((2, q.shape[1]), (1, N), 24, lists, tile)
     assert shares is not None
     out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
-    attend_by_entry(shares, q, k, v, grid, out, lse)
+    attend_by_entry(shares, q, k, v, grid, out, lse, 0.2)
     shares.join(out, lse)
     in_float64 = sparse_attention_reference(q.double(), k.double(), v.double(), lists, grid.positions, scale=0.2)
     torch.testing.assert_close(out, in_float64[0].float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, in_float64[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1e4, 1e5, 1e6])
+def test_shares_of_large_logits_are_the_whole(size: float, device: str) -> None:
+    """With a sink that weighs as much as the keys, whose product with log2(e) fp32 rounds, and without one."""
+    q, k, v, scale = large_logits(size, M, 8, 24, torch.float32, device)
+    lists, grid = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
+    shares = shares_of((2, q.shape[1]), (1, N), 24, lists, 128)
+    assert shares is not None
+    sinks = torch.tensor([float("-inf"), size + 12], device=device)
+    out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
+    attend_by_entry(shares, q, k, v, grid, out, lse, scale, sinks)
+    shares.join(out, lse, sinks)
+    assert_exact_logits(out, lse, q, k, v, lists, grid, scale, sinks, 1e-5)
+
+
+def assert_exact_logits(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: BlockPlan, grid: bs.Grid, scale: float,
+    sinks: Tensor, rounding: float,
+) -> None:  # fmt: skip
+    """Require that results of `large_logits` err by at most `rounding`, and where there is a sink by its rounding to fp32."""
+    want, want_lse = sparse_attention_reference(
+        q.double(), k.double(), v.double(), lists, grid.positions, scale=scale, change=LogitChange(sinks=sinks)
+    )
+    part = (sinks.double()[:, None] - want_lse).exp()
+    assert bool(((part > 0.15) & (part < 0.85)).any())
+    torch.testing.assert_close(out[:, 0].double(), want[:, 0], rtol=0, atol=rounding)
+    of_sink = float(sinks[1]) * 2**-23
+    torch.testing.assert_close(out[:, 1].double(), want[:, 1], rtol=0, atol=rounding + of_sink)
+    torch.testing.assert_close(lse, want_lse, rtol=5e-7, atol=0)
 
 
 def test_queries_that_see_no_key(device: str) -> None:
@@ -236,12 +296,37 @@ def test_attention_over_shares(
     tiles = tuned(q, k, v, q_block, k_block)
     assert isinstance(tiles, HopperTiles)
     assert shares_of((2, q.shape[1]), (1, N), Dv, lists, 64 * tiles.consumers) is not None
-    out, lse = sparse_attention(q, k, v, lists, grid.positions, tiles, scale=0.1)
-    want, want_lse = sparse_attention_reference(
-        q.double(), k.double(), v.double(), lists, grid.positions, scale=0.1
-    )
-    yardstick, _ = sparse_attention_reference(q, k, v, lists, grid.positions, scale=0.1)
-    assert_within_budget(out, want, yardstick)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
-    again, _ = sparse_attention(q, k, v, lists, grid.positions, tiles, scale=0.1)
-    assert torch.equal(again, out)
+    heavy = torch.tensor([0.5, 11.0], device="cuda")  # the second weighs as much as thousands of keys
+    for sinks in (None, heavy):
+        change = LogitChange(sinks=sinks)
+        out, lse = sparse_attention(q, k, v, lists, grid.positions, tiles, scale=0.1, change=change)
+        want, want_lse = sparse_attention_reference(
+            q.double(), k.double(), v.double(), lists, grid.positions, scale=0.1, change=change
+        )
+        yardstick, _ = sparse_attention_reference(q, k, v, lists, grid.positions, scale=0.1, change=change)
+        assert_within_budget(out, want, yardstick)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+        again, _ = sparse_attention(q, k, v, lists, grid.positions, tiles, scale=0.1, change=change)
+        assert torch.equal(again, out)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e4, 1e5, 1e6])
+@pytest.mark.parametrize(
+    ("D", "Dv", "q_block", "k_block"),
+    [(128, 128, 128, 128), (64, 64, 128, 128), (128, 128, 64, 64), (192, 128, 128, 64), (256, 256, 128, 128)],
+)
+def test_attention_to_large_logits_over_shares(
+    D: int, Dv: int, q_block: int, k_block: int, size: float, dtype: torch.dtype
+) -> None:
+    """Weights and outputs are each rounded to their dtype once, by half of its `eps` at most."""
+    q, k, v, scale = large_logits(size, M, D, Dv, dtype, "cuda")
+    lists, grid = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=q_block, k_block=k_block, causal=True)
+    tiles = tuned(q, k, v, q_block, k_block)
+    assert isinstance(tiles, HopperTiles)
+    assert shares_of((2, q.shape[1]), (1, N), Dv, lists, 64 * tiles.consumers) is not None
+    sinks = torch.tensor([float("-inf"), size + 12], device="cuda")
+    change = LogitChange(sinks=sinks)
+    out, lse = sparse_attention(q, k, v, lists, grid.positions, tiles, scale=scale, change=change)
+    assert_exact_logits(out, lse, q, k, v, lists, grid, scale, sinks, torch.finfo(dtype).eps)
