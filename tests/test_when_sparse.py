@@ -17,7 +17,7 @@ import blocksparse as bs
 from blocksparse.hosts.serving.settings import Settings
 from blocksparse.hosts.serving.worth import Worth
 from blocksparse.hosts.sglang.batch import call_is_dense_because, layer_is_dense_because
-from blocksparse.hosts.vllm.impl import dense_because
+from blocksparse.hosts.vllm.batch import dense_because
 from blocksparse.spec import AttentionSpec
 
 TEXT = (Path(__file__).parents[1] / "docs" / "start" / "when-sparse.md").read_text(encoding="utf-8")

@@ -19,8 +19,7 @@ from blocksparse.hosts.serving.layer import LayerAttention, Workspace
 from blocksparse.hosts.serving.settings import ConfigurationError, Host, Served, Settings
 from blocksparse.hosts.serving.worth import Kinds, Worth
 from blocksparse.hosts.sglang import DensityRecorder, _note_prompts
-from blocksparse.hosts.sglang.backend import SparsePrefill
-from blocksparse.hosts.sglang.batch import PROMPTS, Batch
+from blocksparse.hosts.sglang.batch import PROMPTS, Batch, SparsePrefill
 from blocksparse.spec import AttentionSpec
 
 HQ, HKV, D = 4, 2, 16

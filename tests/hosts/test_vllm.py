@@ -45,8 +45,8 @@ from blocksparse.hosts.serving.settings import Served
 from blocksparse.hosts.serving.warm import pays_from, sizes, warm
 from blocksparse.hosts.serving.worth import HALF_PRECISION_PAYS_FROM, Kinds, Worth
 from blocksparse.hosts.vllm import ConfigurationError, DensityRecorder, Settings, register
+from blocksparse.hosts.vllm.batch import Batch, dense_because, part_of
 from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configured, layer_of
-from blocksparse.hosts.vllm.impl import Batch, dense_because, part_of
 from blocksparse.launch.repeated import owner_of
 from blocksparse.observe import Audit
 from blocksparse.spec import AttentionSpec

@@ -12,7 +12,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from blocksparse.hosts.serving.metrics import Counters
 from blocksparse.hosts.serving.runs import Runs
 from blocksparse.hosts.serving.worth import Kinds
-from blocksparse.hosts.vllm.impl import Batch, SparsePrefill
+from blocksparse.hosts.vllm.batch import Batch
+from blocksparse.hosts.vllm.impl import SparsePrefill
 from blocksparse.observe.density_recorder import DensityRecorder
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
