@@ -12,7 +12,16 @@ from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.testing import check_executor, check_permuter, check_scorer, check_selector
+from blocksparse.testing import (
+    assert_within_budget,
+    check_executor,
+    check_permuter,
+    check_scorer,
+    check_selector,
+    make_qkv,
+    masked_attention,
+)
+from blocksparse.testing.inputs import error_of_logits
 from tests import stages
 from tests.machine import needs_hopper
 
@@ -314,3 +323,38 @@ def test_a_small_error_is_over_the_budget() -> None:
     worse = Attends(lambda right, q, k, mask: changed(right, out=right.out * 1.0001))
     with pytest.raises(AssertionError, match="over the budget"):
         check_executor(worse, lengths=SHORT, head_dim=16, block=16)
+
+
+def test_the_budget_of_a_few_rows_is_not_a_matter_of_chance() -> None:
+    """Plain torch may err far less than the same sums in another order; what a logit's rounding makes bounds both."""
+    over = []
+    for seed in range(100):
+        q, k, v = make_qkv(Hq=2, Hkv=2, M=1, N=200, D=16, seed=seed)
+        pairs = torch.ones(1, 2, 1, 200, dtype=torch.bool)
+        want = masked_attention(q.double(), k.double(), v.double(), pairs, 0.25)
+        products = q * k * 0.25  # [1, 2, 200, 16], and their sums one after another, and by halves
+        one_by_one, by_halves = products[..., 0], products
+        for d in range(1, 16):
+            one_by_one = one_by_one + products[..., d]
+        while by_halves.shape[-1] > 1:
+            by_halves = by_halves[..., ::2] + by_halves[..., 1::2]
+        got, plain = (x.view(1, 2, 1, 200).softmax(-1) @ v for x in (one_by_one, by_halves))
+        assert_within_budget(got, want, plain, least=error_of_logits(q, k, v, pairs, 0.25))
+        try:
+            assert_within_budget(got, want, plain)
+        except AssertionError:
+            over.append(seed)
+    assert over
+
+
+def test_logits_that_are_rounded_are_over_the_budget() -> None:
+    """To 16 bits of the 24, of a lone query too."""
+    q, k, v = make_qkv(Hq=2, Hkv=2, M=1, N=200, D=16)
+    pairs = torch.ones(1, 2, 1, 200, dtype=torch.bool)
+    want, plain = (
+        masked_attention(q.to(t), k.to(t), v.to(t), pairs, 0.25) for t in (torch.float64, torch.float32)
+    )
+    rounded = (q.view(torch.int32) & -256).view(torch.float32)
+    least = error_of_logits(q, k, v, pairs, 0.25)
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_within_budget(masked_attention(rounded, k, v, pairs, 0.25), want, plain, least=least)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,6 +21,7 @@ from blocksparse.testing.inputs import (
     about,
     assert_within_budget,
     cases,
+    error_of_logits,
     masked_attention,
     orders,
     require,
@@ -167,10 +167,11 @@ class _Call:
         )
         pairs = _pairs(visited)
         sinks = spec.sinks.values if isinstance(spec.sinks, HeadValues) else None
-        rest = partial(masked_attention, pairs=pairs, scale=spec.scale, softcap=spec.softcap, sinks=sinks)
-        want = rest(q.double(), k.double(), v.double())
+        rest: dict[str, Any] = {"pairs": pairs, "scale": spec.scale, "softcap": spec.softcap, "sinks": sinks}
+        want = masked_attention(q.double(), k.double(), v.double(), **rest)
         if self.relative_error is None:
-            assert_within_budget(given.out, want, rest(q, k, v))
+            least = error_of_logits(q, k, v, **rest)
+            assert_within_budget(given.out, want, masked_attention(q, k, v, **rest), least=least)
         else:
             error = float((given.out.double() - want).abs().sum() / want.abs().sum().clamp_min(1e-300))
             require(error <= self.relative_error, f"the relative error is {error:.3g}, over {self.relative_error}")
