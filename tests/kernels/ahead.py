@@ -26,7 +26,7 @@ def triton_target(has: hardware.Hardware) -> GPUTarget:
     return GPUTarget("hip", has.name, has.warp)
 
 
-# Those that the test suite compiles for; `python -m tests.kernels.compile_ahead` has all.
+# Those that the scripts for single kernels compile for; `python -m tests.kernels.compile_ahead` has all.
 HARDWARE = {name: hardware.TARGETS[name] for name in ("sm_80", "sm_90", "sm_100", "gfx942")}
 TARGETS = {name: triton_target(has) for name, has in HARDWARE.items()}
 SHARED = {name: has.shared for name, has in HARDWARE.items()}  # bytes per program

@@ -205,6 +205,9 @@ def main() -> int:
     parser.add_argument("--dims", nargs="*", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--list", action="store_true", help="only list what would be compiled")
+    parser.add_argument(
+        "--once", action="store_true", help="each kernel once, for further targets only if it multiplies"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -217,8 +220,9 @@ def main() -> int:
                     launched |= variants(name, dtype, head_dim, hopper=True)
                 for variant, presets in launched.values():
                     sizes = {x: size for x, size in variant.named().items() if x not in ("Q_SPLIT", "K_SPLIT")}
-                    kind = f"{name} {variant.name} {variant.dtypes()} {sizes}"
-                    if kind in seen or not (multiplies(variant.name) or name in KINDS):
+                    kind = f"{name} {variant.name}" + f" {variant.dtypes()} {sizes}" * (not args.once)
+                    wanted = name == args.targets[0] if args.once else name in KINDS
+                    if kind in seen or not (multiplies(variant.name) or wanted):
                         continue
                     seen.add(kind)
                     if args.list:

@@ -20,7 +20,6 @@ import blocksparse as bs
 from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.kernels.attention.references import approximate_attention_reference, sparse_attention_reference
-from tests.kernels.scripts import printed_by
 from tests.machine import DTYPES, GPU, needs_hopper
 from tests.on_kernels import pretend_gpu
 from tests.specs import asked
@@ -941,34 +940,6 @@ def test_a_chunk_that_starts_inside_a_block_is_copied_in_its_own_order(tokens_fi
     whole.copy_(longer + 1)
     copy_back((whole, lse), (out, out.new_empty(1, 3, 7)), 5)
     assert torch.equal(out, q + 1)
-
-
-@pytest.mark.slow
-def test_compiles_ahead_of_time() -> None:
-    """For sm_80, sm_90, sm_100 and gfx942, without any of them here."""
-    printed = printed_by("attention.compile_ahead")
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"{target} bf16 D=128" in printed
-        assert f"{target} bf16 D=64 softcap=True sinks=True" in printed
-        assert f"{target} D=80 pv_skip=True int8_qk=True fp8_pv=False" in printed
-        assert f"{target} bf16 D=128 block=128 in pages" in printed
-    assert "sm_90 bf16 D=128 block=128 in a window" in printed
-    assert "sm_90 D=128 pv_skip=True int8_qk=True fp8_pv=True" in printed
-    assert "sm_90 HopperTiles(consumers=1, block_n=128, num_stages=2, per_sm=2) fp16 D=64" in printed
-    assert "sm_90 HopperTiles(consumers=2, block_n=64, num_stages=2, per_sm=1) bf16 D=256" in printed
-    assert "sm_90 HopperTiles(consumers=2, block_n=128, num_stages=2, per_sm=1) bf16 D=192,128" in printed
-    assert "sm_90 HopperTiles(consumers=1, block_n=64, num_stages=1, per_sm=2) bf16 D=192,128" in printed
-    assert all(f"sm_90 shares.{kernel}" in printed for kernel in ("_cut bf16", "_join bf16", "_join fp16"))
-    kinds = (
-        "16 bits [] lists=i16",
-        "16 bits, cut [] lists=i16",
-        "16 bits, runs of 16 [] lists=i16",
-        "16 bits, cut, runs of 64 [] lists=i16",
-        "16 bits [] lists=i32",
-        "fp8e4nv [] lists=i16",
-        "bf16 [] lists=i32",
-    )
-    assert all(f" {kind}: " in printed for kind in kinds)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in matmul")  # of numpy, in the interpreter

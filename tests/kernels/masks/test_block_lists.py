@@ -12,7 +12,6 @@ from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.kernels.masks.blocks import block_lists
 from blocksparse.testing import make_qkv
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
-from tests.kernels.scripts import printed_by
 
 pytest.importorskip("triton")
 from blocksparse.kernels.masks import blocks_triton as kernel
@@ -83,17 +82,3 @@ def test_plan_by_hand(device: str) -> None:
     assert plan.full_index[0, 0, 3, :2].tolist() == [0, 2]
     assert plan.partial_index[0, 0, :, 0].tolist() == [0, 1, 2, 3]
     assert torch.equal(plan.to_dense(), keep)
-
-
-@pytest.mark.slow
-def test_compiles_ahead_of_time() -> None:
-    """All kernels over blocks, for sm_90, sm_100 and gfx942, and products for sm_80, without any of them here."""
-    printed = printed_by("select.compile_selection_ahead")
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"{target} products cols=64" in printed
-        for name in ("top_cdf", "top_k share", "lists", "softmax", "places"):
-            assert f"{target} {name} cols=64" in printed or target == "sm_80"
-            assert f"{target} {name} cols=32768" in printed or target in ("sm_80", "sm_100")
-    for name in ("top_cdf with places", "prefix softmax", "refined"):
-        assert f"gfx942 {name} cols=64" in printed
-        assert f"sm_90 {name} cols=32768" in printed

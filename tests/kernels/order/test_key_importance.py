@@ -12,7 +12,6 @@ from blocksparse.kernels.order import segments_triton as kernels
 from blocksparse.kernels.order.segments import key_importance
 from blocksparse.kernels.order.segments_triton import key_importance_triton
 from blocksparse.testing import make_qkv
-from tests.kernels.scripts import printed_by
 
 
 def check(q: Tensor, k: Tensor, *, probe: int = 128, seen: int | None = None, scale: float | None = None) -> None:
@@ -101,11 +100,3 @@ def test_equal_keys_weigh_the_same(device: str) -> None:
     k = k[:, :, :1].expand_as(k)
     weight = key_importance_triton(q, k, 16, 1000, False, 0.25, False)
     assert bool((weight == weight[..., :1]).all())
-
-
-@pytest.mark.slow
-def test_compiles_ahead_of_time() -> None:
-    """This and the other kernels that order and pool tokens, for sm_80, sm_90, sm_100 and gfx942."""
-    printed = printed_by("order.compile_pooling_ahead")
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"{target} _weights bf16 D=128" in printed

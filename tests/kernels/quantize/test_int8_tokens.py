@@ -20,7 +20,6 @@ from blocksparse.kernels.quantize.tokens import int8_keys, int8_queries
 from blocksparse.kernels.quantize.tokens_triton import divided, int8_keys_triton, int8_queries_triton
 from blocksparse.launch.launches import remembered
 from blocksparse.testing import make_qkv
-from tests.kernels.scripts import printed_by
 
 
 def tokens(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -258,10 +257,3 @@ def test_hardest_quotients(exponent: int, device: str) -> None:
     _divide[(1,)](x.to(device), scale.to(device), got, ROWS=rows, COLS=8)
     assert torch.equal(got.cpu(), want)
     assert torch.equal(want, x / scale[:, None])
-
-
-@pytest.mark.slow
-def test_compiles_for_targets_that_are_not_here() -> None:
-    printed = printed_by("quantize.compile_quantize_ahead")
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"{target} int8_tokens, fp8_values bf16 D=128 indexed=True" in printed

@@ -17,7 +17,6 @@ from blocksparse.kernels.gemm.products import Cells
 from blocksparse.kernels.score import cell_mass_triton, cpu_scores
 from blocksparse.kernels.score.cell_mass import cell_mass
 from blocksparse.testing import make_qkv
-from tests.kernels.scripts import printed_by
 from tests.machine import DTYPES
 
 SMALL = Tiles(32, 32, 32, 4, 2)  # several tiles in a short prompt
@@ -236,11 +235,3 @@ def test_a_scorer_takes_it(M: int, device: str) -> None:
     got = scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25)).values
     want = scorer(q.cpu(), k.cpu(), bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25)).values
     torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_compiles_ahead_of_time() -> None:
-    """The kernels over cells, BFLA's groups too, for sm_80, sm_90, sm_100 and gfx942, without any of them here."""
-    printed = printed_by("score.compile_cells_ahead")
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"{target} block_products: " in printed
