@@ -115,6 +115,7 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.DecayingTopK(2, 0.4),
     bs.Threshold(0.2),
     bs.PeakShare(0.4),
+    bs.RowShare(0.15),
     bs.MeanStd(0.5),
     bs.SelectorPair(bs.TopCdf(0.5), bs.PeakShare(0.5)),
     bs.Radial((3, 4, 5), decay=0.5, prefix=4),

@@ -70,7 +70,7 @@ from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashS
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorByCausality, SelectorPair, SharedByGroup
 from blocksparse.select.grid_rules import Frames, GridSelector, Radial, TileWindow
-from blocksparse.select.mass import GlobalTopCdf, PeakShare, TopCdf
+from blocksparse.select.mass import GlobalTopCdf, PeakShare, RowShare, TopCdf
 from blocksparse.select.positions import (
     Band,
     Everything,
@@ -160,6 +160,7 @@ __all__ = [
     "RemainderExecutor",
     "RotaryBandScorer",
     "RoutedByDivergence",
+    "RowShare",
     "Schedule",
     "Scorer",
     "ScorerByCausality",

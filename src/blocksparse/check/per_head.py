@@ -163,6 +163,7 @@ share = numbers("a number in (0, 1]", lambda x: (x > 0) & (x <= 1))
 probability = numbers("a number in [0, 1]", lambda x: (x >= 0) & (x <= 1))
 cosine = numbers("a number in [-1, 1]", lambda x: (x >= -1) & (x <= 1))
 at_least_0 = numbers("a number, at least 0", lambda x: x >= 0)
+positive = numbers("a finite number greater than 0", lambda x: (x.float() > 0) & x.float().isfinite())
 negative = numbers("a finite number below 0", lambda x: (x < 0) & x.float().isfinite())
 budget = numbers("a whole number, at least 1", lambda x: (x >= 1) & (x == x.floor()) & x.isfinite())
 

@@ -11,11 +11,12 @@ from blocksparse.check.validators import one_of
 from blocksparse.execute.auto import AutoExecutor, ExecutorChoice
 from blocksparse.order.permutation import GlobalPermutation, Permuter
 from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
-from blocksparse.presets.text import xattention
 from blocksparse.presets.video import sparge
+from blocksparse.score.cells import AntidiagonalScorer
 from blocksparse.score.combined import ScorerByCausality
 from blocksparse.score.scorer import BlockMass
 from blocksparse.select.combined import SelectorByCausality
+from blocksparse.select.mass import RowShare
 from blocksparse.select.positions import Band, LastQueries
 
 Quality = Literal["careful", "balanced", "fast"]
@@ -23,16 +24,16 @@ Quality = Literal["careful", "balanced", "fast"]
 
 
 class _Settings(NamedTuple):
-    mass: float  # of sums of cells, in causal calls
+    alpha: float  # of `RowShare` over sums of cells, in causal calls
     tau: float  # of SpargeAttn, in other calls
     theta: float
 
 
-# Masses: docs/evidence/trained-models.md. The last two numbers of "careful" are SpargeAttn's own.
+# Alphas: docs/evidence/trained-models.md. The last two numbers of "careful" are SpargeAttn's own.
 _SETTINGS: dict[str, _Settings] = {
-    "careful": _Settings(0.97, 0.98, 0.6),
-    "balanced": _Settings(0.92, 0.95, 0.5),
-    "fast": _Settings(0.85, 0.9, 0.3),
+    "careful": _Settings(0.028, 0.98, 0.6),
+    "balanced": _Settings(0.045, 0.95, 0.5),
+    "fast": _Settings(0.07, 0.9, 0.3),
 }
 _STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, of what chunks choose as a whole
 _BAND = 128  # tokens; 64 with "fast" lost more at equal density
@@ -49,11 +50,11 @@ def auto(
 ) -> Preset[BlockMass]:
     """Return the default preset, with settings chosen on tasks and KL of trained models.
 
-    A causal call, as in language models, takes XAttention's scores as sums of cells of 16 x 16 pairs, in blocks of
-    128 tokens, a thin band, and dense attention for the last 128 queries of the prompt: a call for a chunk of one
-    needs `remaining`. Another call, as in models of images and video, takes `sparge`. `AutoExecutor`
-    attends densely where that is little work, as for short prompts on a GPU, and else takes the fastest executor
-    of the device.
+    A causal call, as in language models, scores blocks of 128 tokens by XAttention's sums of cells of 16 x 16
+    pairs. It keeps the blocks with a share of their row's mass (`RowShare`), a thin band, and all blocks of the
+    last 128 queries of the prompt: a call for a chunk of a prompt needs `remaining`. Another call, as in models of
+    images and video, takes `sparge`. `AutoExecutor` attends densely where that is little work, as for short
+    prompts on a GPU, and else takes the fastest executor of the device.
 
     Args:
         quality: "careful" keeps more blocks and stays closest to dense attention; "fast" keeps fewer and may miss
@@ -63,13 +64,12 @@ def auto(
         executor: `AutoExecutor()` if None.
     """
     one_of(*get_args(Quality)).check(quality=quality)
-    mass, tau, theta = _SETTINGS[quality]
-    text = xattention(mass, stride=_STRIDE, block=block, pattern="sum")
+    alpha, tau, theta = _SETTINGS[quality]
     pictures = sparge(tau, theta, order=order)
     return preset(
         pictures.permuter,
-        ScorerByCausality(text.scorer, pictures.scorer),
-        SelectorByCausality(text.selector | (Band(_BAND) | LastQueries(_LAST)), pictures.selector),
+        ScorerByCausality(AntidiagonalScorer(_STRIDE, block=block, pattern="sum"), pictures.scorer),
+        SelectorByCausality(RowShare(alpha) | (Band(_BAND) | LastQueries(_LAST)), pictures.selector),
         executor,
     )
 
@@ -98,9 +98,10 @@ class AutoChoice:
         """Make a call of `auto(quality)` with `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]`, `v` `[B, Hkv, N, Dv]`."""
         executor = AutoExecutor()
         trace = auto(quality, executor=executor).trace(q, k, v, causal=causal, scale=scale)
-        mass, tau, theta = _SETTINGS[quality]
+        alpha, tau, theta = _SETTINGS[quality]
         return cls(
-            f"xattention({mass}, stride={_STRIDE}, pattern='sum') | Band({_BAND}) | LastQueries({_LAST})"
+            f"Pipeline(Identity(), AntidiagonalScorer({_STRIDE}, pattern='sum'), "
+            f"RowShare({alpha}) | Band({_BAND}) | LastQueries({_LAST}), AutoExecutor())"
             if causal
             else f"sparge({tau}, {theta})",
             "the call is causal, as in language models" if causal else "the call is not causal, as in video",

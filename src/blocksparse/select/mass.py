@@ -6,6 +6,7 @@ GlobalTopCdf   Keep the smallest set of blocks that holds a share of a whole hea
                2502.20766).
 PeakShare      Keep every block that is worth a share of the row's best one (FlashPrefill, arXiv 2603.06199,
                section 3.4).
+RowShare       Keep every block that holds a share of the row's mass, which falls with the length of the row.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import final
 
 from attrs import field, frozen
 
-from blocksparse.check.per_head import PerHead, least, number_or_blocks, over_blocks, per_head, share
+from blocksparse.check.per_head import PerHead, least, number_or_blocks, over_blocks, per_head, positive, share
 from blocksparse.check.validators import flag
 from blocksparse.kernels.common.sizes import Below
 from blocksparse.kernels.masks.grid import NOWHERE, Places
 from blocksparse.kernels.select.global_top_cdf import global_top_cdf
-from blocksparse.kernels.select.top_cdf import peak_share, top_cdf
+from blocksparse.kernels.select.top_cdf import row_share, top_cdf
 from blocksparse.score.scorer import BlockMass
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.selector import Selector
@@ -120,8 +121,39 @@ class PeakShare(Selector[BlockMass, BlockMask]):
     alpha: PerHead = field(converter=per_head, validator=share)
 
     def __call__(self, scores: BlockMass) -> BlockMask:
-        alpha = over_blocks(self.alpha, scores.values)
-        return BlockMask(peak_share(scores.values, scores.forced, alpha, scores.grid), scores.grid)
+        return self.with_places(scores, NOWHERE)
+
+    def with_places(self, scores: BlockMass, places: Places) -> BlockMask:
+        alpha = number_or_blocks(self.alpha, scores.values)
+        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="peak", places=places)
+        return BlockMask(keep, scores.grid)
+
+    def alignment(self, causal: bool) -> int:
+        return 1
+
+
+@final
+@frozen(cache_hash=True)
+class RowShare(Selector[BlockMass, BlockMask]):
+    """Keep blocks that hold at least `alpha / sqrt(n)` of their row's mass, of a row that can reach `n` blocks.
+
+    Forced blocks and the diagonal are kept as well. Rows whose mass is concentrated keep few blocks, and rows
+    whose mass is spread keep many. `TopCdf` leaves out the same mass in each row instead. At equal density
+    `RowShare` leaves out less mass in all. The root lets one `alpha` serve prompts of 4K to 128K tokens.
+
+    Args:
+        alpha: a finite number greater than 0, or one per query head. A greater one keeps fewer blocks.
+    """
+
+    alpha: PerHead = field(converter=per_head, validator=positive)
+
+    def __call__(self, scores: BlockMass) -> BlockMask:
+        return self.with_places(scores, NOWHERE)
+
+    def with_places(self, scores: BlockMass, places: Places) -> BlockMask:
+        alpha = number_or_blocks(self.alpha, scores.values)
+        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="row", places=places)
+        return BlockMask(keep, scores.grid)
 
     def alignment(self, causal: bool) -> int:
         return 1

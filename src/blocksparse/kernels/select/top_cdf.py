@@ -9,16 +9,17 @@ rounded to integers, called ticks, of which the heaviest block of a row has up t
 integers do not depend on their order, so the GPU's kernel, which searches for the lightest block that is taken, the
 kernel compiled for CPUs, which takes blocks from a heap, and the plain torch below, which sorts, choose the same blocks.
 
-`peak_share`: The blocks that are worth a share of their row's best one.
+`row_share`: The blocks with at least a share of their row's best block, or of their row's mass.
 
-    keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] max_col values[b, h, row] > 0, or forced, or on the diagonal
+    peak:  keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] max_col values[b, h, row] > 0
+    row:   keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] sum_col values[b, h, row] / sqrt(n[row]) > 0
 
-as far as queries can see.
+with the number `n` of blocks that the row can reach; and those that are forced, on the diagonal, or at one of `places`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +72,8 @@ def _ticks(values: Tensor) -> Tensor:
 
 MAX_COLS = 32768
 """Columns of the longest row that the kernel takes."""
+
+Of = Literal["peak", "row"]
 
 
 def top_cdf(
@@ -130,15 +133,37 @@ def top_cdf_reference(
     return within_reach.plain(keep, grid, places=places)
 
 
-@on_gpus(torch.float32, where=lambda values, *_: values.shape[-1] <= MAX_COLS)
-def peak_share(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: BlockGrid) -> Tensor:
+@on_gpus(torch.float32, where=lambda values, *_, **__: values.shape[-1] <= MAX_COLS)
+def row_share(
+    values: Tensor,
+    forced: Tensor | None,
+    alpha: float | Tensor,
+    grid: BlockGrid,
+    *,
+    of: Of,
+    places: Places = NOWHERE,
+) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
-        alpha: `[1, H|1, 1, 1]` float64, rounded to the dtype of values.
+        alpha: a number, or `[1, H|1, 1, 1]`; rounded to fp32.
+        of: what `alpha` is a share of: the row's best block, or the row.
+        places: by which further blocks are kept.
     """
-    values = values.where(grid.reachable, 0.0)
-    keep = (values >= alpha.to(values.dtype) * values.amax(-1, keepdim=True)) & (values > 0)
+    reachable = grid.reachable
+    values = values.where(reachable, 0.0)
+    if not isinstance(alpha, Tensor):
+        alpha = torch.full(
+            (1, 1, 1, 1), alpha, dtype=torch.float64, device=values.device
+        )  # a host copy would wait
+    alpha = alpha.float()
+    if of == "peak":
+        keep = (values >= alpha.to(values.dtype) * values.amax(-1, keepdim=True)) & (values > 0)
+    else:
+        ticks = _ticks(values)
+        root = reachable.sum(-1, keepdim=True).double().sqrt()
+        least = alpha.double() * ticks.sum(-1, keepdim=True).double()
+        keep = (ticks.double() * root >= least) & (ticks > 0)
     keep = keep if forced is None else keep | forced
-    return within_reach(keep, grid, diagonal=True)
+    return within_reach.plain(keep, grid, places=places, diagonal=True)

@@ -1,7 +1,7 @@
 """The Triton kernels of `select/top_cdf.py`.
 
 The Triton kernel of `top_cdf`: one read of the scores, a search instead of a sort.
-The Triton kernel of `peak_share`: a program holds whole rows.
+The Triton kernel of `row_share`: a program holds whole rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from blocksparse.kernels.masks.grid_triton import (
     tile,
 )
 from blocksparse.kernels.masks.reach_triton import numbers_of_places, with_places
+from blocksparse.kernels.select.top_cdf import Of
 from blocksparse.kernels.select.top_k_triton import cut, first_of, width_of_rows
 from blocksparse.launch.launches import remembered
 
@@ -204,27 +205,39 @@ def _top_cdf_kernel(
     tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)
 
 
-def peak_share_triton(values: Tensor, forced: Tensor | None, alpha: Tensor, grid: BlockGrid) -> Tensor:
-    """Launch the kernel; arguments as of `peak_share`."""
+def row_share_triton(
+    values: Tensor,
+    forced: Tensor | None,
+    alpha: float | Tensor,
+    grid: BlockGrid,
+    *,
+    of: Of,
+    places: Places = NOWHERE,
+) -> Tensor:
+    """Launch the kernel; arguments as of `row_share`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     wide, num_warps = width_of_rows(cols)
-    _peak_share_kernel[(rows, H, B)](
-        values, forced, alpha, keep, *positions(grid),
-        strides(values), None if forced is None else strides(forced), head_strides(alpha)[1], strides(keep),
-        rows, cols,
-        CAUSAL=grid.causal, WINDOW=grid.window, ROWS=1, COLS=wide,
+    of_head = alpha if isinstance(alpha, Tensor) else None
+    _row_share_kernel[(rows, H, B)](
+        values, forced, of_head, keep, *positions(grid),
+        strides(values), None if forced is None else strides(forced),
+        None if of_head is None else head_strides(of_head)[1], strides(keep),
+        rows, cols, float(alpha) if of_head is None else None,
+        *numbers_of_places(grid, places),
+        OF_ROW=of == "row", CAUSAL=grid.causal, WINDOW=grid.window, ROWS=1, COLS=wide,
         num_warps=num_warps,
     )  # fmt: skip
     return keep
 
 
 @remembered
-@triton.jit(do_not_specialize=["alpha_stride", "rows"])
-def _peak_share_kernel(
+@triton.jit(do_not_specialize=["rows", "near", "first", "eta", "state", "first_row", "from_query"])
+def _row_share_kernel(
     values_ptr, forced_ptr, alpha_ptr, keep_ptr, positions, position_strides,
-    values_strides, forced_strides, alpha_stride, keep_strides, rows, cols,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    values_strides, forced_strides, alpha_stride, keep_strides,
+    rows, cols, alpha, near, first, eta, state, first_row, from_query,
+    OF_ROW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     b, h, row, col = tile(ROWS, COLS)
     there = row < rows
@@ -232,10 +245,24 @@ def _peak_share_kernel(
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
     reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     values = load_blocks(values_ptr, values_strides, b, h, row, col, reachable, 0.0)
-    best = tl.max(tl.where(values != values, float("inf"), values), 1, keep_dims=True)  # NaN is the greatest
-    alpha = tl.load(alpha_ptr + h * alpha_stride + tl.zeros_like(row)).to(tl.float32)
-    keep = (values >= alpha * best) & (values > 0.0)
+    if alpha_ptr is None:
+        alpha = tl.zeros([ROWS, 1], tl.float32) + alpha
+    else:
+        alpha = tl.load(alpha_ptr + h * alpha_stride + tl.zeros_like(row)).to(tl.float32)
+    if OF_ROW:
+        weights = weights_of(values)
+        ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
+        # Roots and products of fp64 are rounded alike on every device.
+        root = tl.sqrt(tl.sum(reachable.to(tl.int32), 1, keep_dims=True).to(tl.float64))
+        keep = ticks.to(tl.float64) * root >= alpha.to(tl.float64) * sum_of(ticks).to(tl.float64)
+        keep = keep & (ticks > 0.0)
+    else:
+        best = tl.max(tl.where(values != values, float("inf"), values), 1, keep_dims=True)  # NaN is the greatest
+        keep = (values >= alpha * best) & (values > 0.0)
     if forced_ptr is not None:
         keep = keep | (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0)
+    keep = with_places(
+        keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL
+    )  # fmt: skip
     keep = (keep & reachable) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
     tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)
