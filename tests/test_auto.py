@@ -60,7 +60,7 @@ def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch, device: str
     pretend_gpu(monkeypatch)
     short = bs.AutoChoice.of(*(x.to(device) for x in (q, k, v)))
     assert short.density == 1
-    assert str(short).startswith("dense attention runs: dense attention of this call is ")
+    assert str(short).startswith("dense attention runs: little work: ")
     assert "; a longer call takes Pipeline(Identity(), " in str(short)
     with pytest.raises(FrozenInstanceError):
         short.density = 0.5  # type: ignore[misc]
