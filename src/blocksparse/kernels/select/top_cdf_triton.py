@@ -6,6 +6,8 @@ The Triton kernel of `row_share`: a program holds whole rows.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,6 @@ from blocksparse.kernels.masks.grid_triton import (
     tile,
 )
 from blocksparse.kernels.masks.reach_triton import numbers_of_places, with_places
-from blocksparse.kernels.select.top_cdf import Of
 from blocksparse.kernels.select.top_k_triton import cut, first_of, width_of_rows
 from blocksparse.launch.launches import remembered
 
@@ -211,7 +212,7 @@ def row_share_triton(
     alpha: float | Tensor,
     grid: BlockGrid,
     *,
-    of: Of,
+    of: Literal["peak", "row"],
     places: Places = NOWHERE,
 ) -> Tensor:
     """Launch the kernel; arguments as of `row_share`."""
