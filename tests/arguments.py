@@ -98,7 +98,7 @@ KINDS: dict[str, list[Draw]] = {
     "executor": no(bs.Executor),
     "operations": [*NO_NUMBER, *beyond(0, -1), *one(nan, inf, [1.0], torch.tensor(1e12), 1e31, far)],
     "softcap": [*NO_NUMBER, *beyond(0, -1), *one(0, nan, inf, [1.0], torch.tensor(50.0), 1e31, far)],
-    "sinks": NO_NUMBERS + one(inf, [0.5, inf], 1e31, [0.5, -1e31], far),
+    "sinks": NO_NUMBERS + one(inf, [0.5, inf], 1e31, [0.5, 1e31], far),
     "scale": [*NO_NUMBER, *one(nan, inf, [1.0], 1e31, 1e-31, far)],
     "rule": no(bs.PositionSelector) + one(bs.TopK(2)),
     "rules": one(3, "ab", [], (), [3], [bs.TopK(2)], bs.Sink(), {"a": 1}, [bs.Sink(), None]),
