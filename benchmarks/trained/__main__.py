@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.quality import with_yarn
 from benchmarks.trained.measure import BOUND, DENSE, Windows, losses, scores, ttft_ms, versions
-from benchmarks.trained.report import mean, table
+from benchmarks.trained.report import mean, table, write_results
 from benchmarks.trained.tasks import samples as make_samples
 from benchmarks.trained.tasks import tasks
 from benchmarks.trained.texts import KINDS, text_of
@@ -122,9 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=1e6, help="begin nothing after so long")
     parser.add_argument("--out", type=Path, default=Path("trained.json"))
     parser.add_argument("--report", action="store_true", help="measure nothing: print tables")
+    parser.add_argument("--results", metavar="NAME", help="measure nothing: write the table NAME of docs/evidence")
+    parser.add_argument("--about", nargs=2, metavar=("COMMAND", "INPUTS"), help="what stands below that table")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
-    if options.report:
+    if options.results and options.about is None:
+        parser.error("--results needs --about, the command and the inputs that the rows were measured with")
+    if options.results:
+        write_results(options.results, rows, *options.about)
+    if options.report or options.results:
         print(table(rows))
         return
     until = time.monotonic() + 60 * options.minutes
