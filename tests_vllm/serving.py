@@ -83,7 +83,9 @@ def serve(
     while waiting or engine.has_unfinished_requests():
         for one in [x for x in waiting if x[1]["arrives"] <= step]:
             waiting.remove(one)
-            params = SamplingParams(temperature=0, max_tokens=one[1]["tokens"], ignore_eos=True)
+            params = SamplingParams(
+                temperature=0, max_tokens=one[1]["tokens"], ignore_eos=True, extra_args=one[1].get("extra_args")
+            )
             engine.add_request(f"{number}-{one[0]}", {"prompt_token_ids": one[1]["prompt"]}, params)
         with watched.calls() as found:
             outputs = engine.step()
@@ -94,6 +96,10 @@ def serve(
                 cached += output.num_cached_tokens or 0
         step += 1
     return [tokens[i] for i in range(len(mix["requests"]))], cached, calls
+
+
+def runner(worker: Any) -> str:
+    return type(worker.model_runner).__module__
 
 
 def main(out: Path) -> None:
@@ -110,6 +116,7 @@ def main(out: Path) -> None:
         "calls": [calls for _, _, calls in served],
         "counters": llm.collective_rpc("blocksparse_counters")[0],
         "audit": llm.collective_rpc("blocksparse_audit")[0],
+        "runner": llm.collective_rpc(runner)[0],
         "preempted": watched.preempted,
         "mixed": watched.mixed,
         "chunks": watched.chunks,

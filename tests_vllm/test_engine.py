@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from blocksparse import a_shape
 from blocksparse.hosts.transformers import attach
 from conftest import HERE, Run
 from mixes import EAGER, EVERYTHING, SOME, alone, mix
-from tiny_model import gemma
+from tiny_model import VOCABULARY, gemma
 
 
 def rows(result: dict[str, Any]) -> list[tuple[int, float | None, str]]:
@@ -108,6 +109,58 @@ def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
     with torch.no_grad(), attach(reference, a_shape(**SOME["settings"]), min_tokens=1, min_queries=2):
         text = reference.generate(prompt, attention_mask=ones, max_new_tokens=8, min_new_tokens=8, do_sample=False)
     assert [mix[0] for mix in ours["tokens"]] == [text[0, 700:].tolist()] * 3
+
+
+LAST = EAGER | {"preset": "pipelines:with_last_queries", "settings": {"tokens": 96}}
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_the_last_queries_are_those_of_the_prompt(run: Run, runner: str) -> None:
+    """The same tokens whole and in chunks, which keep no more blocks; V1's model runner and V2's."""
+    served = [alone(480, chunk=chunk) for chunk in (512, 160, 96, 32)]
+    ours = run(served, LAST, runner=runner, enable_prefix_caching=False)
+    assert ("worker.gpu." in ours["runner"] or "worker.cpu." in ours["runner"]) == (runner == "1")
+    whole, *chunked = [mix[0] for mix in ours["tokens"]]
+    assert chunked == [whole] * 3
+    assert whole != run(served[:1], SOME | EAGER, runner=runner)["tokens"][0][0]
+    assert whole != run(served[:1], plugins="", runner=runner)["tokens"][0][0]
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_the_last_queries_of_prompts_that_share_steps(run: Run, runner: str) -> None:
+    """Several prompts per step in chunks of 64, and hits of the prefix cache: as each prompt by itself."""
+    draw = random.Random(0)
+    # No prompt ends where another reads from the cache, which would hold keys of dense rows there.
+    shared = draw.choices(range(3, VOCABULARY), k=128)
+    requests = [
+        {
+            "arrives": draw.randint(0, 5),
+            "prompt": shared + draw.choices(range(3, VOCABULARY), k=draw.randint(130, 380)),
+            "tokens": 4,
+        }
+        for _ in range(6)
+    ]
+    options: dict[str, Any] = {"runner": runner, "num_gpu_blocks_override": 128}
+    ours = run([{"chunk": 512, "requests": requests}], LAST, long_prefill_token_threshold=64, **options)
+    each = [{"chunk": 512, "requests": [one | {"arrives": 0}]} for one in requests]
+    alone = run(each, LAST, enable_prefix_caching=False, **options)
+    assert ours["tokens"][0] == [tokens for (tokens,) in alone["tokens"]]
+    assert ours["cached"] >= 128
+    assert ours["chunks"] > 3 * len(each)
+    assert ours["mixed"] > 0
+
+
+def test_a_request_turns_sparsity_off(run: Run, stock: dict[str, Any]) -> None:
+    """One of two prompts of a step does; a word that is neither true nor false is ignored."""
+    one, other = alone(480)["requests"][0], alone(450)["requests"][0]
+    requests = [one | {"extra_args": {"blocksparse": False}}, other | {"extra_args": {"blocksparse": "off"}}]
+    ours = run([{"chunk": 512, "requests": requests}], SOME | EAGER, enable_prefix_caching=False)
+    dense = run([{"chunk": 512, "requests": [one, other]}], plugins="", enable_prefix_caching=False)
+    sparse = run([{"chunk": 512, "requests": [one, other]}], SOME | EAGER, enable_prefix_caching=False)
+    assert ours["tokens"][0] == [dense["tokens"][0][0], sparse["tokens"][0][1]]
+    assert dense["tokens"][0][0] != sparse["tokens"][0][0]
+    assert re.search(r"1 x turned off by the request \(480 tokens\)", ours["counters"])
+    assert "extra_args of a request must be false or true, and is ignored: 'off'" in ours["log"]
 
 
 def test_with_torch_compile(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:

@@ -47,6 +47,7 @@ from blocksparse.hosts.serving.worth import HALF_PRECISION_PAYS_FROM, Kinds, Wor
 from blocksparse.hosts.vllm import ConfigurationError, DensityRecorder, Settings, register
 from blocksparse.hosts.vllm.batch import Batch, dense_because, part_of
 from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configured, layer_of
+from blocksparse.hosts.vllm.requests import Requests, watch
 from blocksparse.launch.repeated import owner_of
 from blocksparse.observe import Audit
 from blocksparse.spec import AttentionSpec
@@ -130,7 +131,7 @@ def test_whole_batches_and_single_requests_stay_dense() -> None:
     everything = split([200, 1], [200, 90], dense="not causal")
     assert not everything.sparse.ranges
     assert everything.reasons == Counter({"not causal": 1, "decode": 1})
-    pictures = split([200, 200], [200, 200], masked=frozenset({1}))
+    pictures = split([200, 200], [200, 200], own={1: "mask"})
     assert [*pictures.sparse] == [0]
     assert pictures.reasons == Counter({"mask": 1})
 
@@ -655,6 +656,59 @@ def test_all_layers_of_an_engine_share_its_record() -> None:
     assert reader.blocksparse_table().startswith("nothing is recorded: ")
     reader.blocksparse_clear()
     assert reader.blocksparse_audit().split()[:3] == ["layer", "calls", "audited"]
+
+
+class Worker:
+    """A worker of vLLM, whose step asks what it knows of its requests."""
+
+    def __init__(self, runner: Any, places: Any = None) -> None:
+        self.model_runner, self.places = runner, places
+
+    def execute_model(self, scheduled: Any) -> Any:
+        running = Requests.running.get()
+        assert running is not None
+        return running.of_rows(scheduled.rows, self.places)
+
+
+def step(rows: int, finished: set[str] = frozenset(), **new: Any) -> Any:  # type: ignore[assignment]
+    """A SchedulerOutput with new requests, by the word in their `extra_args`; None if they have none."""
+    requests = [
+        SimpleNamespace(req_id=name, sampling_params=None if word is None else SimpleNamespace(extra_args=word))
+        for name, word in new.items()
+    ]
+    return SimpleNamespace(rows=rows, finished_req_ids=finished, scheduled_new_reqs=requests)
+
+
+def test_what_a_worker_knows_of_its_requests() -> None:
+    batch = SimpleNamespace(req_ids=["a", "b"], num_reqs=2, num_tokens_no_spec=np.array([700, 90, 0]))
+    states = SimpleNamespace(
+        index_to_req_id={5: "a", 2: "b"}, prefill_len=SimpleNamespace(np=np.array([0, 0, 90, 0, 0, 700]))
+    )
+    for runner, places in (
+        (SimpleNamespace(input_batch=batch), None),
+        (SimpleNamespace(req_states=states), np.array([5, 2])),
+    ):
+        watch(Worker)
+        watch(Worker)
+        worker = Worker(runner, places)
+        off = {"another": 1, "blocksparse": False}
+        assert worker.execute_model(step(2, a=off, b=None)) == [(700, True), (90, False)]
+        assert worker.execute_model(step(3)) == [(700, True), (90, False), (0, False)]  # the last one pads
+        assert worker.execute_model(step(2, finished={"a"}, b={"blocksparse": 0})) == [(700, False), (90, True)]
+        assert worker.execute_model(step(2, b={})) == [(700, False), (90, False)]
+        assert Requests.running.get() is None
+    assert Worker(SimpleNamespace(input_batch=batch)).execute_model(step(1)) is None  # a part of the batch
+    assert Worker(SimpleNamespace(req_states=states)).execute_model(step(2)) is None
+
+
+def test_versions_that_tell_nothing_and_words_that_mean_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    watch(Worker)
+    assert Worker(SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a"]))).execute_model(step(1)) is None
+    assert "this version of vLLM does not tell how long prompts are" in caplog.text
+    batch = SimpleNamespace(req_ids=["a"], num_reqs=1, num_tokens_no_spec=np.array([70]))
+    worker = Worker(SimpleNamespace(input_batch=batch))
+    assert worker.execute_model(step(1, a={"blocksparse": "off"})) == [(70, False)]
+    assert "must be false or true, and is ignored: 'off'" in caplog.text
 
 
 def test_names_of_layers() -> None:

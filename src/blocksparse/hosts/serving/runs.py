@@ -8,8 +8,9 @@ Split      Which requests of a batch go sparse, and why the others do not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
+from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
@@ -140,7 +141,7 @@ class Split:
         pays: Callable[[int, int, int], str | None] = lambda *_: None,
         remaining: Sequence[int] | None = None,
         dense: str | None = None,
-        masked: frozenset[int] = frozenset(),
+        own: Mapping[int, str] = MappingProxyType({}),
     ) -> Split:
         """Split a batch of prompts, chunks of prompts, and requests that decode.
 
@@ -152,7 +153,7 @@ class Split:
             pays: why a request with so many queries, keys, and tokens of its prompt after these is dense, or None.
             remaining: the tokens of the prompt of each request after these; none if None.
             dense: why the whole batch is dense, if it is.
-            masked: requests with a mask of their own.
+            own: why single requests are dense, by their index.
         """
         sparse: list[int] = []
         rest: list[int] = []
@@ -167,8 +168,8 @@ class Split:
                 reason = "fewer than min_queries"
             elif tokens < max(min_tokens, queries):  # a trial run may have fewer tokens than queries
                 reason = "fewer than min_tokens"
-            elif request in masked:
-                reason = "mask"
+            elif request in own:
+                reason = own[request]
             else:
                 reason = pays(queries, tokens, 0 if remaining is None else remaining[request])
             (sparse if reason is None else rest).append(request)

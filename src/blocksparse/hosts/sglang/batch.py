@@ -127,12 +127,12 @@ class Batch:
             context + queries
             for context, queries in zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
         ]
-        masked = frozenset(i for i, pictures in enumerate(batch.mm_inputs or ()) if pictures is not None)
+        own = {i: "mask" for i, pictures in enumerate(batch.mm_inputs or ()) if pictures is not None}
         prompts = getattr(batch, PROMPTS, None)
         if prompts is None or len(prompts) != len(keys):  # made elsewhere, as parts of a batch are
             prompts = keys
         remaining = [max(prompt - tokens, 0) for prompt, tokens in zip(prompts, keys, strict=True)]
-        splits = kinds.splits(starts, keys, masked=masked, remaining=remaining)
+        splits = kinds.splits(starts, keys, own=own, remaining=remaining)
         made = {split.sparse: split for split in splits}
         batches = {sparse: cls._of(batch, split, starts, keys, remaining, slots) for sparse, split in made.items()}
         return [batches[split.sparse] for split in splits]

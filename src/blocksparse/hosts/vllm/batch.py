@@ -72,19 +72,29 @@ class Batch:
 
     @classmethod
     def of(
-        cls, common: Any, split: Split, keys: list[int], *, page_size: int, build: Callable[[Any], Any]
+        cls,
+        common: Any,
+        split: Split,
+        keys: list[int],
+        *,
+        page_size: int,
+        build: Callable[[Any], Any],
+        remaining: list[int] | None = None,
     ) -> Batch:
         """
         Args:
             common: vLLM's CommonAttentionMetadata of the whole batch.
             keys: the tokens of each request, its context and its queries together.
             build: makes the stock backend's metadata of a batch.
+            remaining: as of `Prefills.of`.
         """
         if not split.sparse.ranges:
             return cls(split.reasons)
         starts = common.query_start_loc_cpu.tolist()
         pages = split.sparse.take(common.block_table_tensor)
-        prefills = Prefills.of(split.sparse, pages, starts=starts, keys=keys, page_size=page_size)
+        prefills = Prefills.of(
+            split.sparse, pages, starts=starts, keys=keys, page_size=page_size, remaining=remaining
+        )
         rest = split.rest.of_tokens(starts)
         return cls(
             split.reasons, prefills, rest, build(part_of(common, split.rest, rest)) if rest.ranges else None

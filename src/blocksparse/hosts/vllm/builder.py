@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu_worker import Worker
 
 from blocksparse.hosts.serving.metrics import Counters
 from blocksparse.hosts.serving.runs import Runs
 from blocksparse.hosts.serving.worth import Kinds
 from blocksparse.hosts.vllm.batch import Batch
 from blocksparse.hosts.vllm.impl import SparsePrefill
+from blocksparse.hosts.vllm.requests import TURNED_OFF, Requests, watch
 from blocksparse.observe.density_recorder import DensityRecorder
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
@@ -47,6 +49,7 @@ class SplitBatches:
         engine = next((impl.engine for impl in impls.values() if impl.engine is not None), None)
         if engine is None:
             return
+        watch(Worker)
         sparse = [impl for impl in impls.values() if impl.attention is not None]
         self._recorder = engine.recorder
         first = next(iter(sparse or impls.values()))
@@ -103,15 +106,24 @@ class SplitBatches:
             dense = "lengths that only the GPU knows"
         lengths = [0] * (len(starts) - 1) if keys is None else keys.tolist()
         pictures = getattr(common, "mm_req_doc_ranges", None) or {}
-        masked = frozenset(request for request, ranges in pictures.items() if ranges)
+        own = {request: "mask" for request, ranges in pictures.items() if ranges}
+        remaining, running = None, Requests.running.get()  # None in trial runs, which have no requests
+        if running is not None and (told := running.of_rows(len(lengths), getattr(common, "req_idx", None))):
+            remaining = [max(request.known - tokens, 0) for request, tokens in zip(told, lengths, strict=True)]
+            own |= {row: TURNED_OFF for row, request in enumerate(told) if request.turned_off}
         made: dict[Runs, Batch] = {}
-        splits = kinds.splits(starts, lengths, dense=dense, masked=masked)
+        splits = kinds.splits(starts, lengths, dense=dense, own=own, remaining=remaining)
         if self._counters is not None:
             self._counters.saw(splits)
         for kind, split in enumerate(splits):
             if split.sparse not in made:
                 made[split.sparse] = Batch.of(
-                    common, split, lengths, page_size=self._page_size, build=partial(self._build_rest, kind)
+                    common,
+                    split,
+                    lengths,
+                    page_size=self._page_size,
+                    build=partial(self._build_rest, kind),
+                    remaining=remaining,
                 )
         return [made[split.sparse] for split in splits]
 
