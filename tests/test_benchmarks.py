@@ -22,7 +22,6 @@ from benchmarks import (
     matched_density,
     run,
     same_bits,
-    serving,
     stage_tables,
     window_table,
 )
@@ -30,6 +29,7 @@ from benchmarks.cases import FULL, TINY, Plan, Preset
 from benchmarks.inputs import Case, everything, structured
 from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
 from benchmarks.report import TABLES, Row, markdown, milliseconds
+from benchmarks.serving import __main__ as serving
 from benchmarks.timing import ROUNDS, Call, Candidate, WrongOutputError, check, measure, medians, ready
 from torch import Tensor
 
@@ -342,6 +342,7 @@ def test_two_versions_that_do_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path
         (["--also", "more={}"], "--also needs an --engine"),
         (["--engine", "mine={}", "--also", "mine={}"], "names must differ, also from 'stock': mine, mine"),
         (["--engine", "stock={}"], "names must differ"),
+        (["--tasks", "4096"], "--tasks and --yarn need a --model"),
         (["--engine", "mine={}"], "vLLM is not installed here"),
     ],
 )

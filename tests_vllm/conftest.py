@@ -33,18 +33,16 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         *,
         backend: str = "",
         plugins: str | None = None,
-        runner: str | None = None,
         **engine: Any,
     ) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("served") / "result.json"
         options = {"model": str(model), "enforce_eager": True, "num_gpu_blocks_override": 34, **engine}
         if blocksparse is not None:
             options["additional_config"] = {"blocksparse": blocksparse}
-        environment = {"VLLM_PLUGINS": plugins, "VLLM_USE_V2_MODEL_RUNNER": runner}
         done = subprocess.run(
             [sys.executable, HERE / "serving.py", out],
             input=json.dumps({"engine": options, "mixes": mixes, "backend": backend}),
-            env=os.environ | {name: value for name, value in environment.items() if value is not None},
+            env=os.environ | ({} if plugins is None else {"VLLM_PLUGINS": plugins}),
             capture_output=True,
             text=True,
             timeout=900,

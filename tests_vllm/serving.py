@@ -98,10 +98,6 @@ def serve(
     return [tokens[i] for i in range(len(mix["requests"]))], cached, calls
 
 
-def runner(worker: Any) -> str:
-    return type(worker.model_runner).__module__
-
-
 def main(out: Path) -> None:
     job = json.load(sys.stdin)
     if job.get("backend"):
@@ -116,7 +112,6 @@ def main(out: Path) -> None:
         "calls": [calls for _, _, calls in served],
         "counters": llm.collective_rpc("blocksparse_counters")[0],
         "audit": llm.collective_rpc("blocksparse_audit")[0],
-        "runner": llm.collective_rpc(runner)[0],
         "preempted": watched.preempted,
         "mixed": watched.mixed,
         "chunks": watched.chunks,

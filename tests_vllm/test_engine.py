@@ -114,20 +114,17 @@ def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
 LAST = EAGER | {"preset": "pipelines:with_last_queries", "settings": {"tokens": 96}}
 
 
-@pytest.mark.parametrize("runner", ["0", "1"])
-def test_the_last_queries_are_those_of_the_prompt(run: Run, runner: str) -> None:
-    """The same tokens whole and in chunks, which keep no more blocks; V1's model runner and V2's."""
+def test_the_last_queries_are_those_of_the_prompt(run: Run) -> None:
+    """The same tokens whole and in chunks, whose rows are dense where the prompt ends, and only there."""
     served = [alone(480, chunk=chunk) for chunk in (512, 160, 96, 32)]
-    ours = run(served, LAST, runner=runner, enable_prefix_caching=False)
-    assert ("worker.gpu." in ours["runner"] or "worker.cpu." in ours["runner"]) == (runner == "1")
+    ours = run(served, LAST, enable_prefix_caching=False)
     whole, *chunked = [mix[0] for mix in ours["tokens"]]
     assert chunked == [whole] * 3
-    assert whole != run(served[:1], SOME | EAGER, runner=runner)["tokens"][0][0]
-    assert whole != run(served[:1], plugins="", runner=runner)["tokens"][0][0]
+    assert whole != run(served[:1], SOME | EAGER)["tokens"][0][0]
+    assert whole != run(served[:1], plugins="")["tokens"][0][0]
 
 
-@pytest.mark.parametrize("runner", ["0", "1"])
-def test_the_last_queries_of_prompts_that_share_steps(run: Run, runner: str) -> None:
+def test_the_last_queries_of_prompts_that_share_steps(run: Run) -> None:
     """Several prompts per step in chunks of 64, and hits of the prefix cache: as each prompt by itself."""
     draw = random.Random(0)
     # No prompt ends where another reads from the cache, which would hold keys of dense rows there.
@@ -140,7 +137,7 @@ def test_the_last_queries_of_prompts_that_share_steps(run: Run, runner: str) -> 
         }
         for _ in range(6)
     ]
-    options: dict[str, Any] = {"runner": runner, "num_gpu_blocks_override": 128}
+    options: dict[str, Any] = {"num_gpu_blocks_override": 128}
     ours = run([{"chunk": 512, "requests": requests}], LAST, long_prefill_token_threshold=64, **options)
     each = [{"chunk": 512, "requests": [one | {"arrives": 0}]} for one in requests]
     alone = run(each, LAST, enable_prefix_caching=False, **options)

@@ -1,7 +1,6 @@
 """One vLLM engine in a process of its own, which serves what it is told: a line of JSON in, a line of JSON out.
 
-`benchmarks.serving` starts several of them and lets them take turns. The model has the shape of Llama-3.1-8B and
-random weights; nothing is downloaded.
+`benchmarks.serving` starts several of them and lets them take turns. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tasks.sample import Sample
+
 _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -23,7 +24,7 @@ def main() -> int:
     os.dup2(2, 1)
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1",
-        VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_CPU_KVCACHE_SPACE="2", TOKENIZERS_PARALLELISM="false", VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions of this file travel to the workers of several ranks
     )  # fmt: skip
     began = time.perf_counter()
@@ -41,34 +42,43 @@ def main() -> int:
 class Engine:
     """
     Args:
-        job: `layers` and `length` of the model, the part `shard` of its heads, the `ranks` (GPUs) that share it,
-            `tokens` that its cache holds, `blocksparse` (the plugin's configuration, or None), `compiled`,
-            `exactly`, `tiny`, and `vllm` (more arguments of `vllm.LLM`).
+        job: `model`, the folder of one, or None for one with random weights, of which it has the `layers` and the
+            part `shard` of the heads; the `length` of its prompts, and the factor `yarn` of its context, or 0; the
+            `ranks` (GPUs) that share it; `tokens` that its cache holds; `chunk`, the longest; `blocksparse` (the
+            plugin's configuration, or None), `compiled`, `exactly`, `tiny`, and `vllm` (more arguments of
+            `vllm.LLM`).
     """
 
     def __init__(self, job: dict[str, Any], folder: Path) -> None:
         from vllm import LLM
 
-        self.tiny, given = job["tiny"], job["blocksparse"]
+        self.tiny, given, trained = job["tiny"], job["blocksparse"], job["model"] is not None
+        folder = Path(job["model"]) if trained else folder
+        self.tokenizer: Any
+        self.text: list[int] | None
+        self.tokenizer, self.text = _text_of(folder) if trained else (None, None)
+        length = _length(folder, job) if trained else _model(folder, job)
         more: dict[str, Any] = {"worker_extension_cls": "blocksparse.hosts.vllm.engine.RecordReader"}
         if given is not None:
             more["additional_config"] = {"blocksparse": given}
         if not self.tiny:
-            # Keys and values of 8 heads of dim 128 in two bytes. Several engines share one GPU.
-            more["kv_cache_memory_bytes"] = job["layers"] * job["tokens"] * 4096 // job["shard"] // job["ranks"]
+            # Several engines share one GPU.
+            more["kv_cache_memory_bytes"] = job["tokens"] * _token_bytes(folder) // job["ranks"]
             more["attention_backend"] = "FLASH_ATTN" if given is None else "BLOCKSPARSE"
-        length, dtype = _model(folder, job), "float32" if self.tiny else "bfloat16"
+        dtype, changed = "float32" if self.tiny else "bfloat16", _yarn(folder, job["yarn"]) if job["yarn"] else {}
         if job["exactly"]:
-            dtype, more["hf_overrides"] = "float16", {"head_dtype": "float32"}
+            dtype, changed = "float16", changed | {"head_dtype": "float32"}
         more = {
-            "dtype": dtype, "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0,
+            "dtype": dtype, "load_format": "auto" if trained else "dummy", "skip_tokenizer_init": True, "seed": 0,
             "enforce_eager": not job["compiled"], "gpu_memory_utilization": 0.1, "max_model_len": length,
-            "max_num_batched_tokens": min(8192, length), "max_num_seqs": 32,
-            "tensor_parallel_size": job["ranks"], "disable_custom_all_reduce": True,
+            "max_num_batched_tokens": min(job["chunk"], max(length, 2048)), "max_num_seqs": 32,
+            "tensor_parallel_size": job["ranks"], "disable_custom_all_reduce": True, "hf_overrides": changed,
         } | more  # fmt: skip
         self.llm = LLM(str(folder), **(more | job["vllm"]))
-        self.llm.apply_model(_as_trained)
+        if not trained:
+            self.llm.apply_model(_as_trained)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self._most = self.scheduler.max_num_scheduled_tokens
         self.preempted, preempt = 0, self.scheduler._preempt_request
 
         def preempts(*args: Any, **kwargs: Any) -> Any:
@@ -132,6 +142,59 @@ class Engine:
         answers = [found[request] for request in range(len(lengths))]
         return {"answers": answers, "cached": cached, "preempted": self.preempted - before}
 
+    def answer(self, file: str) -> list[float]:
+        """Scores of the greedy answers to the prompts of a task, `Sample`s as JSON."""
+        from vllm import SamplingParams
+
+        self.scheduler.max_num_scheduled_tokens = self._most
+        prepared = json.loads(Path(file).read_text())
+        given = [{"prompt_token_ids": sample["ids"]} for sample in prepared]
+        params = [
+            SamplingParams(max_tokens=sample["new_tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
+            for sample in prepared
+        ]
+        answers = self.llm.generate(given, params, use_tqdm=False)
+        return [
+            Sample(**sample).score(self.tokenizer.decode(answer.outputs[0].token_ids))
+            for sample, answer in zip(prepared, answers, strict=True)
+        ]
+
+    def load(self, arrivals: list[tuple[float, int, int]], seed: str) -> list[list[float]]:
+        """When each token of each request came, in seconds, of requests that arrive at given times.
+
+        A request that arrives during a step waits for its end, as in vLLM's server, whose engine runs by itself.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.scheduler.max_num_scheduled_tokens = self._most
+        prompts = self._prompts(seed, [tokens for _, tokens, _ in arrivals])
+        engine, added = self.llm.llm_engine, 0
+        times: list[list[float]] = [[] for _ in arrivals]
+        start = time.perf_counter()
+        while added < len(arrivals) or engine.has_unfinished_requests():
+            now = time.perf_counter() - start
+            while added < len(arrivals) and arrivals[added][0] <= now:
+                params = SamplingParams(
+                    max_tokens=arrivals[added][2], temperature=0.0, ignore_eos=True, detokenize=False,
+                    output_kind=RequestOutputKind.DELTA,
+                )  # fmt: skip
+                engine.add_request(f"{seed}-{added}", {"prompt_token_ids": prompts[added]}, params)
+                added += 1
+            if not engine.has_unfinished_requests():
+                time.sleep(max(arrivals[added][0] - (time.perf_counter() - start), 0))
+                continue
+            for output in engine.step():
+                after = round(time.perf_counter() - start, 5)
+                request = int(output.request_id.rpartition("-")[2])
+                times[request] += [after] * len(output.outputs[0].token_ids)
+        return times
+
+    def attend(self, on: bool) -> None:
+        """Whether layers attend, as they do at first. Without, their outputs are zeros."""
+        self.llm.reset_prefix_cache()
+        self.llm.collective_rpc(_attend, args=(on,))
+
     def become(self, blocksparse: dict[str, Any]) -> None:
         """Exchange the pipelines of the layers for those of another configuration. Its first run compiles them."""
         self.llm.reset_prefix_cache()  # the other one may have served the same prompts
@@ -175,6 +238,9 @@ class Engine:
 
     def _prompts(self, seed: int | str, lengths: list[int]) -> list[list[int]]:
         draw = random.Random(seed)
+        if self.text is not None:
+            starts = [draw.randrange(len(self.text) - length) for length in lengths]
+            return [self.text[at : at + length] for at, length in zip(starts, lengths, strict=True)]
         return [draw.choices(range(3, 500 if self.tiny else 128000), k=length) for length in lengths]
 
 
@@ -211,6 +277,17 @@ def _become(worker: Any, given: dict[str, Any]) -> None:
             layer.impl.attention = evolve(attention, pipeline=pipeline, gather=settings.gather)
 
 
+def _attend(worker: Any, on: bool) -> None:
+    def nothing(layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, output: Any, **_: Any) -> Any:
+        return output.zero_()
+
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        if (impl := getattr(layer, "impl", None)) is not None:
+            vars(impl).pop("forward", None)
+            if not on:
+                impl.forward = nothing
+
+
 def _runner(worker: Any) -> str:
     return type(worker.model_runner).__module__
 
@@ -231,6 +308,47 @@ def _as_trained(model: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(35.0) if parameter.dim() > 1 else parameter.fill_(1.0)
+
+
+def _text_of(folder: Path) -> tuple[Any, list[int]]:
+    """The tokenizer of a model, and Python's library as tokens."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.trained.texts import text_of
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizer, tokenizer.encode(text_of("code", "report")[:2_500_000], add_special_tokens=False)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def _length(folder: Path, job: dict[str, Any]) -> int:
+    most: int = int(_config(folder)["max_position_embeddings"] * (job["yarn"] or 1))
+    return min(int(job["length"]), most)
+
+
+def _token_bytes(folder: Path) -> int:
+    """Of a token in the cache of all layers, keys and values in two bytes each."""
+    config = _config(folder)
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    size: int = config["num_hidden_layers"] * config["num_key_value_heads"] * dim * 4
+    return size
+
+
+def _yarn(folder: Path, factor: float) -> dict[str, Any]:
+    """What of a model's configuration changes with YaRN, as Qwen's authors set it."""
+    config = _config(folder)
+    theta, trained = config["rope_parameters"]["rope_theta"], config["max_position_embeddings"]
+    rope = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": trained,
+        "rope_theta": theta,
+    }
+    return {"rope_parameters": rope, "max_position_embeddings": int(trained * factor)}
 
 
 def _model(folder: Path, job: dict[str, Any]) -> int:

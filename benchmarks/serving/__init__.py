@@ -1,0 +1,1 @@
+"""vLLM on a GPU, unmodified and with the plugin in turn."""
