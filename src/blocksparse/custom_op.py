@@ -163,7 +163,7 @@ def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
     graph is compiled for each float.
 
     Raises:
-        TypeError, ValueError: as of `check_asked`.
+        TypeError, ValueError: as in `check_asked`.
     """
     check_asked(asked)
     causal, sinks = asked.get("causal", True), asked.get("sinks")

@@ -85,7 +85,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     """The stages of a pipeline. Its methods take checked inputs, outside of autocast.
 
     Args:
-        repeats: whether `attend` may repeat what an earlier call launched, as of `Pipeline`.
+        repeats: whether `attend` may repeat what an earlier call launched, as in `Pipeline`.
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give.

@@ -107,7 +107,7 @@ def checked(
     """`check_inputs`, and the rest of the arguments of a call as the spec that stages take.
 
     Raises:
-        TypeError, ValueError: as of `check_inputs` and `AttentionSpec`, or sinks are not one per query head.
+        TypeError, ValueError: as in `check_inputs` and `AttentionSpec`, or sinks are not one per query head.
     """
     causal, scale = asked.get("causal", True), asked.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)

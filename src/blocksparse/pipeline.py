@@ -152,10 +152,10 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
         Args:
             v: the values, which a scorer that judges by them (`ValueScorer`) needs, and no other looks at.
-            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as of a call.
+            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as in a call.
 
         Raises:
-            TypeError, ValueError: as of a call; or the scorer needs `v`.
+            TypeError, ValueError: as in a call; or the scorer needs `v`.
         """
         refuse_transforms("choose")
         a_history.check(history=history)
@@ -174,7 +174,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             out: what the output is written to, `[B, Hq, M, Dv]`; a new tensor if None.
 
         Raises:
-            TypeError, ValueError: as of a call, or the choice was made for tensors of other sizes, precision or
+            TypeError, ValueError: as in a call, or the choice was made for tensors of other sizes, precision or
                 device.
         """
         refuse_transforms("attend")
@@ -191,7 +191,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         executor would have a plain call attend densely, since dense attention gives no lse here.
 
         Args:
-            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as of a call.
+            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as in a call.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs, or there is no lse.

@@ -164,7 +164,7 @@ class AttentionSpec:
         Objects are remembered, since every call of a layer asks for one.
 
         Raises:
-            TypeError, ValueError: as of the class; or sinks are for another number of heads.
+            TypeError, ValueError: as in the class; or sinks are for another number of heads.
         """
         given: dict[str, Any] = {**asked, "scale": scale}
         sinks = given.get("sinks")
@@ -195,7 +195,7 @@ class AttentionSpec:
         }
 
     def with_remaining(self, remaining: int) -> AttentionSpec:
-        """The same at another place of the prompt. Objects are remembered, as of `of`."""
+        """The same at another place of the prompt. Objects are remembered, as in `of`."""
         return self if remaining == self.remaining else _placed(self, remaining)
 
     @property

@@ -172,7 +172,7 @@ class PageTable:
             remaining: for each request the tokens of its prompt after these; none if None.
 
         Raises:
-            TypeError, ValueError: as of `Sequences.packed`.
+            TypeError, ValueError: as in `Sequences.packed`.
         """
         return Sequences.packed(query_lengths, self.lengths, remaining=remaining)
 
@@ -202,13 +202,13 @@ class PageTable:
 
         Args:
             request: its row in the table, from 0 on.
-            keys: as of `gather`.
-            values: as of `gather`.
+            keys: as in `gather`.
+            values: as in `gather`.
             into: contiguous memory beside the cache, in its dtype and on its device, for as many numbers as these
                 have, or more.
 
         Raises:
-            TypeError, ValueError: as of `gather`; or there is no such request; or `into` is too small, shares
+            TypeError, ValueError: as in `gather`; or there is no such request; or `into` is too small, shares
                 memory with the cache, or requires grad.
         """
         self._check(keys, values)
@@ -245,12 +245,12 @@ class PageTable:
 
         Args:
             request: its row in the table, from 0 on. It must have a token.
-            keys: as of `gather`, with strides of pages that are multiples of those of tokens. Both `[pages, Hkv,
+            keys: as in `gather`, with strides of pages that are multiples of those of tokens. Both `[pages, Hkv,
                 page_size, D]` and `[pages, page_size, Hkv, D]` in memory are so, and halves of each.
-            values: as of `gather`, with the same strides of pages and tokens.
+            values: as in `gather`, with the same strides of pages and tokens.
 
         Raises:
-            TypeError, ValueError: as of `gather`; or there is no such request, or it has no token; or the cache
+            TypeError, ValueError: as in `gather`; or there is no such request, or it has no token; or the cache
                 does not lie in memory as said above.
         """
         self._check(keys, values)

@@ -69,7 +69,7 @@ class Sequences(OpaqueBase):
         batch: the entries of the batch in q, k and v.
         queries: the tokens of q.
         keys: the tokens of k and v.
-        remaining: for each sequence the tokens of its prompt after its last query, as of a call of a pipeline;
+        remaining: for each sequence the tokens of its prompt after its last query, as in a call of a pipeline;
             None if each sequence ends its prompt.
 
     Raises:
@@ -116,7 +116,7 @@ class Sequences(OpaqueBase):
             lengths: the queries of each sequence, as whole numbers or as a tensor of them, `[sequences]`. The host
                 waits for a tensor that is on a GPU.
             key_lengths: the keys of each sequence; as many as its queries if None.
-            remaining: as of the class.
+            remaining: as in the class.
 
         Raises:
             TypeError: the lengths are not whole numbers.
@@ -169,7 +169,7 @@ class Sequences(OpaqueBase):
         Args:
             attention_mask: `[B, N]`, whole numbers or bools; true for the tokens of the prompt, and 0 for padding.
             queries: how many of the N tokens are queries, the last ones; all if None.
-            remaining: as of the class.
+            remaining: as in the class.
 
         Raises:
             TypeError: the mask is not a tensor of whole numbers or bools.
@@ -232,7 +232,7 @@ class Sequences(OpaqueBase):
         """Refuse sequences that do not lie in tensors of these sizes.
 
         Raises:
-            ValueError: as of `parts`.
+            ValueError: as in `parts`.
         """
         sizes, given = (self.batch, self.queries, self.keys), (batch, queries, keys)
         if sizes != given:

@@ -59,7 +59,7 @@ class Scheme(ABC):
         Args:
             k, v: this rank's keys `[B, Hkv, N, D]` and values `[B, Hkv, N, Dv]`. Ranks may have unequal numbers of
                 tokens.
-            asked: `causal`, `scale`, `softcap`, `sinks` and `remaining`, as of a `Pipeline`. The queries of all
+            asked: `causal`, `scale`, `softcap`, `sinks` and `remaining`, as in a `Pipeline`. The queries of all
                 ranks are the last ones of all keys. No scheme knows a `window`.
 
         Raises:

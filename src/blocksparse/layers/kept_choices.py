@@ -123,7 +123,7 @@ class KeptChoices:
                 layer itself if None. Layers with one chooser share each choice.
 
         Raises:
-            TypeError, ValueError: as of a call of the pipeline.
+            TypeError, ValueError: as in a call of the pipeline.
         """
         given = checked(q, k, v, asked)
         spec = given[3]
@@ -196,7 +196,7 @@ def shared(schedule: Schedule, layers: int) -> tuple[LayerPipeline | SameChoice 
     """What attends in each layer of a model that has `layers` layers, where some take the choices of others.
 
     Raises:
-        TypeError, ValueError: as of `Schedule.choosers`.
+        TypeError, ValueError: as in `Schedule.choosers`.
     """
     choosers, found = schedule.choosers(layers), list[LayerPipeline | SameChoice | None](schedule.resolve(layers))
     now = {chooser: _ForwardCall() for layer, chooser in enumerate(choosers) if layer != chooser}

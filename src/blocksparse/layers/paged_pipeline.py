@@ -63,11 +63,11 @@ class PagedPipeline:
         Args:
             q: `[1, Hq, M, D]`, the last M of the tokens in `kv`.
             kv: `PageTable.in_place(...)`.
-            scale: as of a call of the pipeline, and so are `window`, `softcap`, `sinks`,
+            scale: as in a call of the pipeline, and so are `window`, `softcap`, `sinks`,
                 `remaining` and `out`.
 
         Raises:
-            TypeError, ValueError: as of a call of the pipeline.
+            TypeError, ValueError: as in a call of the pipeline.
             UnsupportedError: these inputs are right, but a stage reads no pages (`gathers_because`), or the
                 executor has no kernel for them.
         """

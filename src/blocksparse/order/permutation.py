@@ -222,7 +222,7 @@ class Permuter(ABC, Generic[PermutationT_co]):
         another call has all keys. Schemes of `distributed` cut calls so.
 
         Raises:
-            ValueError: a part may choose otherwise, and why; as of every stage that does not say.
+            ValueError: a part may choose otherwise, and why; as in any stage that gives no other reason.
         """
         raise unknown(self)
 

@@ -107,7 +107,7 @@ class TileWindow(GridSelector):
     (`TileOrder`), and keeps more in other orders.
 
     Args:
-        grid: frames, rows and columns, as of a `GridSelector`.
+        grid: frames, rows and columns, as in a `GridSelector`.
         radius: tiles on either side, in time, height and width.
         tile: frames, rows and columns of a tile.
     """
@@ -152,7 +152,7 @@ class Frames(GridSelector):
     for all frames from that of its first to that of its last one.
 
     Args:
-        grid: frames, rows and columns, as of a `GridSelector`.
+        grid: frames, rows and columns, as in a `GridSelector`.
         period: frames from one periodic frame to the next; None for none.
         phase: the first periodic frame. All are counted modulo the number of frames, so that there are as many
             with every phase: `ceil(T / period)`. LVSA takes the number of the denoising step modulo `period`.
@@ -227,7 +227,7 @@ class Radial(GridSelector):
     last token, and where an order has moved tokens, more blocks are kept.
 
     Args:
-        grid: frames, rows and columns, as of a `GridSelector`.
+        grid: frames, rows and columns, as in a `GridSelector`.
         decay: the factor of all windows.
     """
 

@@ -96,7 +96,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         another call has all keys. Schemes of `distributed` cut calls so.
 
         Raises:
-            ValueError: a part may choose otherwise, and why; as of every stage that does not say.
+            ValueError: a part may choose otherwise, and why; as in any stage that gives no other reason.
         """
         raise unknown(self)
 

@@ -103,7 +103,7 @@ class LayerAttention:
         """The reason why keys and values leave their pages before they are read, or None.
 
         Args:
-            keys, values: caches as of a call.
+            keys, values: caches as in a call.
         """
         if self.gather:
             return "the configuration says so"

@@ -89,7 +89,7 @@ class Settings:
         layers: the pipeline of each layer; None is dense.
         min_tokens: requests of fewer tokens, context and queries together, are dense.
         min_queries: requests with fewer queries in one step are dense. Decoding always is.
-        dense_below: requests with less work than this are dense, as of `AutoExecutor`.
+        dense_below: requests with less work than this are dense, as in `AutoExecutor`.
         gather: copy keys and values out of their pages before they are read, where they could be read in place.
         record: keep a record of what each call did.
         audit: estimates, from some of the calls, what the others lose; its bounds are for the log.

@@ -100,7 +100,7 @@ class Kinds:
         """The split of a batch for each kind; without a kind, one.
 
         Args:
-            starts, keys, why: as of `Split.of`.
+            starts, keys, why: as in `Split.of`.
         """
         split = partial(
             Split.of,

@@ -29,7 +29,7 @@ _AHEAD = 4
 def gather_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel; arguments as of `gather_attention`."""
+    """Launch the kernel; arguments as in `gather_attention`."""
     (B, Hq, M, D), (_, Hkv, N, _), Dv = q.shape, k.shape, v.shape[-1]
     out = empty_as(q, Dv, v.dtype)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

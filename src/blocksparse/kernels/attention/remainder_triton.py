@@ -36,7 +36,7 @@ def add_remainder_triton(
     softcap: float | None,
     tiles: PortableTiles,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; arguments as of `add_remainder`.
+    """Launch the kernels; arguments as in `add_remainder`.
 
     `tiles.block_m` divides `kept.q_block`, and `tiles.block_n` 64.
     """

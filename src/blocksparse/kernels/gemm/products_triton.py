@@ -26,14 +26,14 @@ _TILE = 64  # rows and columns of a launch tile
 def block_products_triton(
     pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid, *, heads: Below | None = None
 ) -> Tensor:
-    """Launch the kernel; arguments as of `block_products`."""
+    """Launch the kernel; arguments as in `block_products`."""
     skips = grid.causal and grid.k_first.shape[2] == 1
     positions = grid.q_last, grid.k_first, strides(grid.q_last), strides(grid.k_first)
     return _launch(pooled_q, pooled_k, positions, skips, heads)
 
 
 def products_triton(q: Tensor, k: Tensor) -> Tensor:
-    """Launch the kernel; arguments as of `products`, fp32."""
+    """Launch the kernel; arguments as in `products`, fp32."""
     return _launch(q, k, (None,) * 4, False)
 
 
@@ -100,7 +100,7 @@ _ENTRIES = 2048  # per program
 
 
 def run_sums_triton(x: Tensor, run: int) -> Tensor:
-    """Launch the kernel; arguments as of `run_sums`."""
+    """Launch the kernel; arguments as in `run_sums`."""
     (B, H, n), x, wide = x.shape, x.contiguous(), power_of_2(run)
     out = torch.empty((B, H, cdiv(n, run)), dtype=torch.float32, device=x.device)
     runs = max(_ENTRIES // wide, 1)

@@ -23,7 +23,7 @@ _GATHER_ROWS_TILE = 8192  # entries of a tensor per program
 
 
 def gather_rows_triton(x: Tensor, index: Tensor) -> Tensor:
-    """Launch the kernel to gather rows; arguments as of `gather_rows`."""
+    """Launch the kernel to gather rows; arguments as in `gather_rows`."""
     out = x.new_empty((*index.shape, x.shape[-1]))
     _launch((x,), (out,), index, heads_per_source=index.shape[1] // x.shape[1], scatter=False)
     return out
@@ -32,7 +32,7 @@ def gather_rows_triton(x: Tensor, index: Tensor) -> Tensor:
 def gather_two_triton(
     x: Tensor, y: Tensor, index: Tensor, wanted: Tensor | None = None, block: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel to gather rows of two tensors; arguments as of `gather_two`."""
+    """Launch the kernel to gather rows of two tensors; arguments as in `gather_two`."""
     out = x.new_empty((*index.shape, x.shape[-1])), y.new_empty((*index.shape, y.shape[-1]))
     heads_per_source = index.shape[1] // x.shape[1]
     _launch((x, y), out, index, heads_per_source=heads_per_source, scatter=False, wanted=wanted, block=block)
@@ -40,7 +40,7 @@ def gather_two_triton(
 
 
 def scatter_rows_triton(x: Tensor, index: Tensor) -> Tensor:
-    """Launch the kernel to move the rows of `x` to their places; arguments as of `scatter_rows`."""
+    """Launch the kernel to move the rows of `x` to their places; arguments as in `scatter_rows`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = (*index.shape, -1)
     _launch((x.reshape(rows),), (out.view(rows),), index, heads_per_source=1, scatter=True)
@@ -138,7 +138,7 @@ _GATHER_PAGES_TILE = 8192  # entries of a tensor per program
 
 
 def gather_pages_triton(keys: Tensor, values: Tensor, pages: Tensor, k: Tensor, v: Tensor) -> None:
-    """Launch the kernel; arguments as of `gather_pages`."""
+    """Launch the kernel; arguments as in `gather_pages`."""
     (_, Hkv, N, D), Dv = k.shape, v.shape[3]
     wide = power_of_2(D), power_of_2(Dv)
     rows = min(max(_GATHER_PAGES_TILE // max(wide), 1), 1024)
@@ -188,7 +188,7 @@ _BAND_CHANNELS_TILE = 4096  # entries that a program holds at a time
 def band_channels_triton(
     queries: Tensor, keys: Tensor, first: int, end: int, temperature: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments as of `band_channels`."""
+    """Launch the kernel; arguments as in `band_channels`."""
     queries, keys = queries.contiguous(), keys.contiguous()
     (B, Hq, rows, D), (_, H, cols, _), width = queries.shape, keys.shape, 2 * (end - first)
     mine = torch.empty((B, Hq, rows, width), dtype=torch.float32, device=queries.device)

@@ -38,7 +38,7 @@ def block_places(
     last query and the last slot of keys. An empty place holds -1.
 
     Args:
-        q: `[B, Hq, M, D]`, of which only sizes matter, as of `k` `[B, Hkv, N, D]`.
+        q: `[B, Hq, M, D]`, of which only sizes matter, as in `k` `[B, Hkv, N, D]`.
         q_index: `[B, Hq, M]` int32, the query in each slot; None if queries stay in place.
         k_index: `[B, H, G, slots]` int32, the key in each slot, -1 where empty; None if keys stay in place.
         offset: the position of query 0; key 0 stands at position 0.

@@ -26,7 +26,7 @@ _TILE = 2048  # places that a program works on at a time
 
 
 def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_block: int, heads: int) -> Bounds:
-    """Launch the kernel; arguments as of `block_bounds`."""
+    """Launch the kernel; arguments as in `block_bounds`."""
     M, slots, device = q_position.shape[-1], k_position.shape[-1], q_position.device
     return _launch(q_position, k_position, M, slots, q_block, k_block, heads, 0, device)[2]
 
@@ -34,7 +34,7 @@ def block_bounds_triton(q_position: Tensor, k_position: Tensor, q_block: int, k_
 def block_places_triton(
     q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, q_block: int, k_block: int, offset: int
 ) -> tuple[Tensor, Tensor, Bounds]:
-    """Launch the kernel; arguments as of `block_places`."""
+    """Launch the kernel; arguments as in `block_places`."""
     slots = k.shape[2] if k_index is None else k_index.shape[-1]
     return _launch(q_index, k_index, q.shape[2], slots, q_block, k_block, q.shape[1], offset, q.device)
 
@@ -184,7 +184,7 @@ _PER_THREAD = 16  # blocks of a launch tile per thread
 
 
 def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel; arguments as of `block_lists`."""
+    """Launch the kernel; arguments as in `block_lists`."""
     B, H, rows, cols = keep.shape
     index = torch.empty(keep.shape, dtype=index_dtype(cols), device=keep.device)
     full_count, partial_count = empty_together(torch.int32, keep.device, (B, H, rows), (B, H, rows))

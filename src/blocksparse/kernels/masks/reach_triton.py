@@ -31,7 +31,7 @@ _HASH_ROWS, _HASH_COLS = 4, 256  # numbers per program
 
 
 def counter_hash_triton(seed: int, *counters: Tensor) -> Tensor:
-    """Launch the kernel; arguments as of `counter_hash`."""
+    """Launch the kernel; arguments as in `counter_hash`."""
     shape = torch.broadcast_shapes(*(x.shape for x in counters))
     out = torch.empty(shape, dtype=torch.int64, device=counters[0].device)
     depth, rows, cols = (1,) * (3 - len(shape)) + tuple(shape)
@@ -90,7 +90,7 @@ def within_reach_triton(
     segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
-    """Launch the kernel; arguments as of `within_reach`."""
+    """Launch the kernel; arguments as in `within_reach`."""
     if keep is not None and keep.ndim < 4:
         keep = keep[(None,) * (4 - keep.ndim)]
     tensors, position_strides = positions(grid)
@@ -197,12 +197,12 @@ _MOST_MEMBERS = 32  # that a program reads at a time
 
 
 def any_head_triton(keep: Tensor, heads: int) -> Tensor:
-    """Launch the kernel; arguments as of `any_head`."""
+    """Launch the kernel; arguments as in `any_head`."""
     return _launch(keep, heads, over_rows=False)
 
 
 def visited_columns_triton(keep: Tensor, heads: int) -> Tensor:
-    """Launch the kernel; arguments as of `visited_columns`."""
+    """Launch the kernel; arguments as in `visited_columns`."""
     return _launch(keep, heads, over_rows=True).squeeze(2)
 
 

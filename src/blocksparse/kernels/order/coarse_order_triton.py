@@ -34,7 +34,7 @@ PIECE = 4  # chunks whose counts are read at a time
 
 
 def coarse_order_triton(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> None:
-    """Launch the kernels; arguments as of `coarse_order`."""
+    """Launch the kernels; arguments as in `coarse_order`."""
     B, H, G, count = out.shape
     if count == 0:
         return
@@ -141,7 +141,7 @@ _MEAN_TILE = 4096  # entries of queries that a program holds at a time
 
 
 def mean_and_products_triton(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments as of `mean_and_products`."""
+    """Launch the kernel; arguments as in `mean_and_products`."""
     B, H, M, D = q.shape
     q, guide = q if q.stride(-1) == 1 else q.contiguous(), guide.float().contiguous()
     segments = cdiv(lead + M, S)

@@ -39,7 +39,7 @@ _LEAST = tl.constexpr(-3.0e38)  # below every product; finite, so that differenc
 def key_importance_triton(
     q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
-    """Launch the kernels; arguments as of `key_importance`."""
+    """Launch the kernels; arguments as in `key_importance`."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (_, _, M, _), (_, Hkv, N, _) = q.shape, k.shape
     P, seen = min(probe, M), min(seen, N)
@@ -309,7 +309,7 @@ _TILE = 256  # tokens per program, if segments are shorter than that
 
 
 def segment_sort_triton(values: Tensor, S: int, coarse: bool = False) -> Tensor:
-    """Launch the kernel; arguments as of `segment_sort`, `S` a power of two."""
+    """Launch the kernel; arguments as in `segment_sort`, `S` a power of two."""
     B, H, *parts, N = values.shape
     values = values.contiguous()
     index = torch.empty((B, H, N), dtype=torch.int32, device=values.device)

@@ -118,7 +118,7 @@ _STEPS = 32  # rounds of a program that rotates, at most about; it makes the Had
 def int8_query_tiles_triton(
     q: Tensor, index: Tensor | None, mean: Tensor | None = None, scale: float = 1.0, early: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch the kernel; arguments as of `int8_query_tiles`."""
+    """Launch the kernel; arguments as in `int8_query_tiles`."""
     B, H, M, D = q.shape
     values = torch.empty((B, H, M, D), dtype=torch.int8, device=q.device)
     q_scale = torch.empty((B, H, M), dtype=torch.float32, device=q.device)
@@ -131,7 +131,7 @@ def int8_query_tiles_triton(
 def int8_key_tiles_triton(
     k: Tensor, index: Tensor | None, tile: int, mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel; arguments as of `int8_key_tiles`."""
+    """Launch the kernel; arguments as in `int8_key_tiles`."""
     D = k.shape[-1]
     B, H, slots = k.shape[:3] if index is None else index.shape
     values = torch.empty((B, 2 * H, slots, D), dtype=torch.int8, device=k.device)
@@ -141,7 +141,7 @@ def int8_key_tiles_triton(
 
 
 def fp8_value_tiles_triton(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel; arguments as of `fp8_value_tiles`."""
+    """Launch the kernel; arguments as in `fp8_value_tiles`."""
     B, H, slots = v.shape[:3] if index is None else index.shape
     wide = cdiv(slots, GROUP) * GROUP
     values = torch.empty((B, 2 * H, v.shape[-1], wide), dtype=torch.uint8, device=v.device)

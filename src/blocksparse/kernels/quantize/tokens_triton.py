@@ -117,7 +117,7 @@ def int8_queries_triton(
     scale: float = 1.0,
     plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch the kernel; arguments as of `int8_queries`."""
+    """Launch the kernel; arguments as in `int8_queries`."""
     taken = None
     if mean is not None:
         taken = torch.empty(q.shape[:3] if index is None else index.shape, dtype=torch.float32, device=q.device)
@@ -128,7 +128,7 @@ def int8_queries_triton(
 def int8_keys_triton(
     k: Tensor, index: Tensor | None, block: int, shared: bool, mean: Tensor | None = None, plain_below: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments as of `int8_keys`."""
+    """Launch the kernel; arguments as in `int8_keys`."""
     return _launch(k, index, block, 0, shared, mean, plain_below, None, 1.0, None)
 
 
@@ -263,7 +263,7 @@ _FP8_VALUES_LIMIT = tl.constexpr(FP8_LIMIT)
 
 
 def fp8_values_triton(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments as of `fp8_values`."""
+    """Launch the kernel; arguments as in `fp8_values`."""
     D = v.shape[-1]
     B, H, slots = v.shape[:3] if index is None else index.shape
     v = v if v.stride(-1) == 1 else v.contiguous()

@@ -79,7 +79,7 @@ def block_similarity(
 ) -> Tensor:
     """Mean cosine of all pairs of tokens of each block, `[B, Hx, N, D] -> [B, H, blocks]`, in fp32 or better.
 
-    A token of zeros has the cosine 0 with every token. Arguments as of `block_mean`; `centred` subtracts the mean of
+    A token of zeros has the cosine 0 with every token. Arguments as in `block_mean`; `centred` subtracts the mean of
     all tokens of a head first.
     """
     x = x if index is None else gather_rows.plain(x, index)

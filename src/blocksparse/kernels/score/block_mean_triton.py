@@ -23,7 +23,7 @@ def block_mean_triton(
     index: Tensor | None = None,
     heads: Below | None = None,
 ) -> Tensor:
-    """Launch the kernel; arguments as of `block_mean`."""
+    """Launch the kernel; arguments as in `block_mean`."""
     return _launch(x, block, lead % block, index, None, padded_tail=padded_tail, similarity=False, heads=heads)
 
 
@@ -37,7 +37,7 @@ def block_means_triton(
     q_index: Tensor | None = None,
     k_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for queries and keys together; arguments as of `block_means`."""
+    """Launch the kernel for queries and keys together; arguments as in `block_means`."""
     (B, Hq, M, D), lead = q.shape, lead % q_block
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
@@ -60,7 +60,7 @@ def block_means_triton(
 def block_similarity_triton(
     x: Tensor, block: int, lead: int = 0, centred: bool = False, index: Tensor | None = None
 ) -> Tensor:
-    """Launch the kernel; arguments as of `block_similarity`."""
+    """Launch the kernel; arguments as in `block_similarity`."""
     centre = None
     if centred:  # the sum of every piece is divided by the same number, so that the pieces need no weights
         pieces = block_mean_triton(x, _PIECE, 0, True, None)

@@ -41,7 +41,7 @@ def block_softmax_triton(
     segment: int | None = None,
     heads: Below | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the kernel; arguments as of `block_softmax`."""
+    """Launch the kernel; arguments as in `block_softmax`."""
     segment = None if segment is None else min(segment, FAR)
     own, (tensors, position_strides) = None, positions(grid, plain=True)
     if segment is not None:
@@ -63,7 +63,7 @@ def block_softmax_triton(
 
 
 def prefix_softmax_triton(logits: Tensor, seen: Tensor) -> Tensor:
-    """Launch the kernel; arguments as of `prefix_softmax`."""
+    """Launch the kernel; arguments as in `prefix_softmax`."""
     return _launch(logits, None, None, seen, None, None, 1.0, causal=False)
 
 
@@ -182,7 +182,7 @@ _TILE = 4096  # blocks of a launch tile
 def gate_blocks_triton(
     values: Tensor, of_q: Tensor, of_k: Tensor, theta: float | Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments as of `gate_blocks`."""
+    """Launch the kernel; arguments as in `gate_blocks`."""
     B, H, rows, cols = values.shape
     gated = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
@@ -234,7 +234,7 @@ def _gate_blocks_kernel(
 
 
 def block_divergence_triton(logits: Tensor, true: Tensor, scale: float = 1.0) -> Tensor:
-    """Launch the kernel; arguments as of `block_divergence`."""
+    """Launch the kernel; arguments as in `block_divergence`."""
     (B, H, cols), logits, true = logits.shape, logits.contiguous(), true.contiguous()
     out = torch.empty((B, H), dtype=torch.float32, device=logits.device)
     wide = max(power_of_2(cols), 16)

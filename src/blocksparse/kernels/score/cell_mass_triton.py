@@ -55,7 +55,7 @@ def cell_mass_triton(
     joint: bool = False,
     tiles: Tiles | PooledTiles | None = None,
 ) -> Tensor:
-    """Launch the kernels; arguments as of `cell_mass`. `tiles` are those that the device takes unless given."""
+    """Launch the kernels; arguments as in `cell_mass`. `tiles` are those that the device takes unless given."""
     if of.q_last is not None:
         positions: dict[str, Any] = {name: _of_heads(getattr(of, name), q, k) for name in _POSITIONS}
         of = evolve(of, **positions)

@@ -42,7 +42,7 @@ def cell_means_triton(
     q_index: Tensor | None = None,
     k_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for queries and keys together; arguments as of `cell_means`."""
+    """Launch the kernel for queries and keys together; arguments as in `cell_means`."""
     B, Hq, M, D = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
@@ -170,7 +170,7 @@ _GROUP = 8  # tiles of query groups that meet a tile of key groups while it is i
 def group_max_triton(
     q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool, tiles: Tiles | None = None
 ) -> Tensor:
-    """Launch the kernel; arguments as of `group_max`. `tiles` are those of `tiles_for` unless given."""
+    """Launch the kernel; arguments as in `group_max`. `tiles` are those of `tiles_for` unless given."""
     (B, Hq, M, D), (_, H, N, _) = q.shape, k.shape
     g, q_lead, high, wide, q_last, k_first = of.slots, of.q_lead, of.high, of.wide, of.q_last, of.k_first
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))

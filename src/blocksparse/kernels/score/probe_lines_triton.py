@@ -58,7 +58,7 @@ def shared_memory(hardware: Hardware, options: dict[str, int], head_dim: int, it
 def probe_lines_triton(
     probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: None = None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; arguments as of `probe_lines`, without a window."""
+    """Launch the kernels; arguments as in `probe_lines`, without a window."""
     (B, Hq, P, D), (_, H, N, _) = probe.shape, k.shape
     probe, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (probe, k))
     first = (N if causal else q_len) - P  # position of the first probe query

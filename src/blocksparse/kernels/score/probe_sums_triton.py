@@ -69,7 +69,7 @@ def shared_memory(hardware: Hardware, options: dict[str, int], head_dim: int, it
 
 
 def probe_sums_triton(probe: Tensor, k: Tensor, scale: float, run: int) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; arguments as of `probe_sums`."""
+    """Launch the kernels; arguments as in `probe_sums`."""
     (B, Hq, P, D), (_, H, N, _) = probe.shape, k.shape
     probe, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (probe, k))
     first = N - P  # position of the first probe query

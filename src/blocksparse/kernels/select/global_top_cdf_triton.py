@@ -47,7 +47,7 @@ def global_top_cdf_triton(
     crossing: bool,
     heads: Below | None = None,
 ) -> Tensor:
-    """Launch the kernels; arguments as of `global_top_cdf`."""
+    """Launch the kernels; arguments as in `global_top_cdf`."""
     B, H, rows, cols = values.shape
     n, device = rows * cols, values.device
     tile = tile_of_blocks(_TILE)

@@ -47,7 +47,7 @@ def top_cdf_triton(
     crossing: bool,
     places: Places = NOWHERE,
 ) -> Tensor:
-    """Launch the kernel; arguments as of `top_cdf`."""
+    """Launch the kernel; arguments as in `top_cdf`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     wide, num_warps = width_of_rows(cols, _PER_THREAD, _LEAST)
@@ -215,7 +215,7 @@ def row_share_triton(
     of: Literal["peak", "row"],
     places: Places = NOWHERE,
 ) -> Tensor:
-    """Launch the kernel; arguments as of `row_share`."""
+    """Launch the kernel; arguments as in `row_share`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     wide, num_warps = width_of_rows(cols)

@@ -130,7 +130,7 @@ def top_k_triton(
     forced_first: bool,
     of_all_keys: bool,
 ) -> Tensor:
-    """Launch the kernel; arguments as of `top_k`."""
+    """Launch the kernel; arguments as in `top_k`."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     wide, num_warps = width_of_rows(cols)
@@ -211,7 +211,7 @@ _GREATEST = tl.constexpr(2**31 - 2)  # the greatest rank of one that is
 
 
 def visiting_order_triton(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel; arguments as of `visiting_order`."""
+    """Launch the kernel; arguments as in `visiting_order`."""
     B, H, rows, cols = keep.shape
     index = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
     opened, count = (torch.empty((B, H, rows), dtype=torch.int32, device=keep.device) for _ in range(2))
@@ -260,7 +260,7 @@ _TILE = 4096  # blocks per program
 
 
 def routed_triton(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
-    """Launch the kernel; arguments as of `routed`."""
+    """Launch the kernel; arguments as in `routed`."""
     (number, bound, others), (B, H, rows, cols) = heads, below.shape
     if others:
         below, otherwise = otherwise, below

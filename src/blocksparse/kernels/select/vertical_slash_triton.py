@@ -43,7 +43,7 @@ def line_blocks_triton(
     also: Tensor | None = None,
     heads: Below | None = None,
 ) -> Tensor:
-    """Launch the kernel; arguments as of `line_blocks`."""
+    """Launch the kernel; arguments as in `line_blocks`."""
     (B, H, keys), distances = columns.counts.shape, bands.counts.shape[2]
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
     keep = torch.empty((B, H, rows, cols), dtype=torch.bool, device=columns.counts.device)
@@ -106,7 +106,7 @@ _MOST_TICKS = tl.constexpr(0x4E800000)  # the bits of 2^30 in fp32
 def fewest_triton(
     columns: Tensor, bands: Tensor, mass: Tensor, least: int, most: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments as of `fewest`."""
+    """Launch the kernel; arguments as in `fewest`."""
     columns, bands = columns.contiguous(), bands.contiguous()
     (B, H, n), longest = columns.shape, max(columns.shape[2], bands.shape[2])
     counts = _empty(columns, True), _empty(bands, True)
@@ -120,7 +120,7 @@ def fewest_triton(
 
 
 def heaviest_triton(weight: Tensor, count: Tensor, first: int, spared: tuple[Tensor, int] | None = None) -> Tensor:
-    """Launch the kernel; arguments as of `heaviest`."""
+    """Launch the kernel; arguments as in `heaviest`."""
     weight = weight.contiguous()
     taken = _empty(weight, False)
     _launch(weight, count, first, spared, taken, None)
@@ -134,7 +134,7 @@ def heaviest_of_both_triton(
     firsts: tuple[int, int],
     spared: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel once for both; arguments as of `heaviest_of_both`."""
+    """Launch the kernel once for both; arguments as in `heaviest_of_both`."""
     columns, bands = columns.contiguous(), bands.contiguous()
     taken = _empty(columns, True), _empty(bands, True)
     _launch(columns, counts[0], firsts[0], spared, taken[0], (bands, counts[1], firsts[1], taken[1]))
