@@ -159,7 +159,7 @@ def node(
 def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
     """What a layer asks for as arguments of a node: causality, the scale, its window and softcap, 0 being none.
 
-    And its sinks: `[Hq]`, or `[]` for one number. How much of a prompt remains is an argument of its own, since a
+    And its sinks: `[Hq]`, or `[]` for one number. How much of a prompt remains is a separate argument, since a
     graph is compiled for each float.
 
     Raises:

@@ -118,8 +118,8 @@ def check_out(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs.
 
     Raises:
-        TypeError, ValueError: it is no plain tensor; its dtype, shape, device or strides are others; its memory is
-            that of an input; or it requires a gradient.
+        TypeError, ValueError: it is not a plain tensor; its dtype, shape, device or strides are others; its memory
+            is that of an input; or it requires a gradient.
     """
     _check_kind("out", out)
     shape = (*q.shape[:3], v.shape[3])
@@ -155,7 +155,7 @@ def _entries_meet(x: Tensor) -> bool:
 
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether memory of `x` may be memory of `y`: they are no parts side by side of rows, of whatever length."""
+    """Whether `x` and `y` may share memory: they are not separate column ranges of rows of any length."""
     apart, bytes_each = y.data_ptr() - x.data_ptr(), x.element_size()
     for row in (2**62, *(step * bytes_each for step in x.stride() if step)):
         if _reach(x, row) <= apart % row <= row - _reach(y, row):
@@ -234,7 +234,7 @@ def _check_kind(name: str, x: Tensor) -> None:
 
 
 def _warn_of_heads(shape: tuple[int, ...]) -> None:
-    """Say at the line that called this package that its tensors look as if tokens stood before heads."""
+    """Warn, at the line that called this package, that the tensors look like `[B, N, H, D]`."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "blocksparse":
         level, frame = level + 1, frame.f_back
@@ -245,7 +245,7 @@ def _warn_of_heads(shape: tuple[int, ...]) -> None:
 
 
 def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in autocast's dtype; refuse them where autocast would not convert them."""
+    """Convert q, k and v to autocast's dtype, or refuse them where autocast would not."""
     device, dtypes = q.device.type, (q.dtype, k.dtype, v.dtype)
     if not torch.is_autocast_enabled(device) or any(dtype not in AUTOCAST_TAKES for dtype in dtypes):
         given = ", ".join(map(str, dtypes))

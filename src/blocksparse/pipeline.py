@@ -185,7 +185,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             return self._stages.execute(q, k, v, choice.mask, spec, out)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AttentionOutput:
-        """Make the same call, and return the log of the softmax denominators beside the output.
+        """Return the output and the log-sum-exp of each query row.
 
         Outputs over disjoint sets of keys can be merged by their lse. The stages always run, even where the
         executor would have a plain call attend densely, since dense attention gives no lse here.
@@ -194,7 +194,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as in a call.
 
         Raises:
-            TypeError, ValueError: the pipeline or its executor cannot run these inputs, or there is no lse.
+            TypeError, ValueError: the pipeline or its executor cannot run these inputs, or gives no lse.
         """
         refuse_transforms("with_lse")
         output = self.attend(q, k, v, self.choose(q, k, v, **asked))

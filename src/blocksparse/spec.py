@@ -44,7 +44,7 @@ def checked_scale(scale: float) -> float:
     """The scale as a float. Any `numbers.Real` is taken, numpy's scalars included.
 
     Raises:
-        TypeError, ValueError: it is no number, or out of range.
+        TypeError, ValueError: it is not a number, or out of range.
     """
     if not is_real(scale):
         raise TypeError(f"'scale' must be a number: {type(scale).__name__}; convert it with float()")
@@ -131,8 +131,8 @@ class AttentionSpec:
             Face's `sliding_window`. None for no window.
         softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2). None caps nothing.
         sinks: one more logit that has no value, and so enters the softmax denominator alone (GPT-OSS); one for all
-            query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax;
-            -inf, or a number below -2**100, is no sink for that head.
+            query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax.
+            -inf, or a number below -2**100, means that the head has no sink.
         remaining: tokens of the prompt after the last query of the call; 0 if the call ends the prompt. Attention
             is the same for any number; selectors that treat the end of a prompt apart need it.
 

@@ -121,8 +121,8 @@ class PageTable:
 
     Raises:
         TypeError: `block_table` or `lengths` do not hold whole numbers.
-        ValueError: sizes do not fit, or a page is below 0. This looks at pages in a table on a CPU, but not in one
-            on a GPU: a page that does not exist is then read from wherever it would be.
+        ValueError: sizes do not fit, or a page is below 0. Page numbers are checked on a CPU only. On a GPU, a
+            page number outside the cache reads memory outside it.
     """
 
     block_table: Tensor
@@ -204,11 +204,11 @@ class PageTable:
             request: its row in the table, from 0 on.
             keys: as in `gather`.
             values: as in `gather`.
-            into: contiguous memory beside the cache, in its dtype and on its device, for as many numbers as these
+            into: contiguous memory outside the cache, in its dtype and on its device, for as many numbers as these
                 have, or more.
 
         Raises:
-            TypeError, ValueError: as in `gather`; or there is no such request; or `into` is too small, shares
+            TypeError, ValueError: as in `gather`; or the request does not exist; or `into` is too small, shares
                 memory with the cache, or requires grad.
         """
         self._check(keys, values)
@@ -250,8 +250,8 @@ class PageTable:
             values: as in `gather`, with the same strides of pages and tokens.
 
         Raises:
-            TypeError, ValueError: as in `gather`; or there is no such request, or it has no token; or the cache
-                does not lie in memory as said above.
+            TypeError, ValueError: as in `gather`; or the request does not exist, or it has no token; or the
+                strides of the cache break the rules above.
         """
         self._check(keys, values)
         count.check(request=request)

@@ -74,7 +74,7 @@ class Scheme(ABC):
         return self._call(q, k, v, spec)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AttentionOutput:
-        """Make the same call, and return the lse of this rank's queries beside their output.
+        """Make the same call, and return the lse of this rank's queries together with their output.
 
         The stages always run, as in `Pipeline.with_lse`; `visited` is None.
         """

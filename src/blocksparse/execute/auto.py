@@ -74,8 +74,8 @@ def dense_operations(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> in
 def idle_factor(q: Tensor) -> float:
     """How many times as long dense attention of `q` `[B, Hq, M, D]` takes because multiprocessors have no queries.
 
-    From 1 to 2, and 1 where there is no GPU. cuDNN gives each the 128 queries of a tile. FlashAttention-2 shares
-    out keys instead where tiles are few, but has half the rate: hence 2 at most.
+    From 1 to 2, and 1 without a GPU. cuDNN gives each the 128 queries of a tile. FlashAttention-2 shares out keys
+    instead where tiles are few, but has half the rate, so the result is at most 2.
     """
     if not q.is_cuda:
         return 1.0

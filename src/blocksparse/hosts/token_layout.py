@@ -41,7 +41,7 @@ _several_sizes = Rule(
 @final
 @frozen
 class TokenLayout:
-    """The tokens of one forward call: those of one or more pictures or videos, and those of text beside them.
+    """The tokens of one forward call: those of one or more pictures or videos, and those of text.
 
     Text stands for every token that is always kept, as a query and as a key: audio, frames that are given, earlier
     frames of a video.
@@ -49,12 +49,12 @@ class TokenLayout:
     Args:
         grids: frames, rows and columns `(T, H, W)` in tokens, one per picture or video. Each is flattened frame by
             frame and row by row, and they stand in this order.
-        text: tokens of text in the same sequence as the pictures, padding included; 0 where text has a cross
-            attention of its own. Attention over the pictures alone may occur in the same model.
+        text: tokens of text in the same sequence as the pictures, padding included; 0 where text has a separate
+            cross attention. Attention over the pictures alone may occur in the same model.
         before: how many tokens of text stand before the first picture; or a tuple, how many directly before each.
             The rest stand behind the last one.
         real: how many tokens of text are real, for each entry of the batch. Of the tokens of text, real ones come
-            first, and all behind them are padding. None means that there is no padding.
+            first, and all behind them are padding. None means without padding.
         together: whether ranks of context parallelism share out the sequence as one, and not the pictures and the
             text each.
     """

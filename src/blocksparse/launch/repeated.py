@@ -26,9 +26,9 @@ T = TypeVar("T")
 class Calls:
     """How calls are repeated, by their keys; of too many, what was used least recently is forgotten.
 
-    A call is recorded when it is met again. If there is no room then, it is recorded only if the one that would
-    be forgotten for it was not made in between. So of more calls than there is room for, made in turns, some
-    are repeated all the time, and the others cost no recordings.
+    A call is recorded when it is met again. If no room is left then, it is recorded only if the one that would be
+    forgotten for it was not made in between. So of more calls than there is room for, made in turns, some are
+    repeated all the time, and the others cost no recordings.
 
     Args:
         most_known: calls that can be repeated.
@@ -161,9 +161,9 @@ def repeated(run: Callable[..., Result], *args: Any) -> Result:
     differentiation, under a mode that changes PyTorch's functions, while a graph is captured, and on AMD's GPUs.
 
     Args:
-        run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A
-            method of a value that holds stages from elsewhere is never repeated, since they may launch what
-            nobody records.
+        run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A method
+            of a value that holds stages from elsewhere is never repeated, since they may launch kernels that are
+            not recorded.
     """
     tensors = tuple([x for x in args if isinstance(x, Tensor)])
     key = None if current.get() is not None else _key(run, tensors, args)

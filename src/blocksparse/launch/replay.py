@@ -136,7 +136,7 @@ class Recording(TorchDispatchMode):
         return out
 
     def _are_views(self, args: tuple[Any, ...], out: Any) -> bool:
-        """Whether an operation gave tensors without memory of their own; or it asked for none."""
+        """Whether an operation gave tensors without separate memory; or it asked for none."""
         given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in (args, out))
         there = {_address(x) for x in (*given, *self._held)}
         return all(not x.numel() or _address(x) in there for x in made) and bool(made or not given)

@@ -51,7 +51,7 @@ def is_transformed() -> bool:
 
 
 def refuse_transforms(method: str) -> None:
-    """Refuse a call of a method of pipelines for which there is no node that a graph could have.
+    """Refuse a call of a method of pipelines without a graph node.
 
     Raises:
         ValueError: tensors may be stand-ins now.

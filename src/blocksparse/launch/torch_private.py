@@ -15,7 +15,7 @@ says so where it is asked for:
 | `_dynamo.mark_static` | `FlexExecutor` |
 | `_inductor.cpp_builder`, `_inductor.exc` | `FlexExecutor` on a CPU |
 
-Operators, `torch.ops.aten._...`, are no part of it: saved models name them, so they stay. No version up to PyTorch
+Operators, `torch.ops.aten._...`, are not in it: saved models name them, so they stay. No version up to PyTorch
 2.15 has a public name for any of these, and all from 2.11 on have these.
 """
 
@@ -98,8 +98,8 @@ _tracing: Callable[[], object] | None = getattr(torch._C, "_get_tracing_state", 
 def opaque_object(kind: type) -> None:
     """Let graphs of torch.compile take objects of this type as inputs, compared by identity.
 
-    Such an object is no constant of the graph, and so no part of the key of cached graphs. Before 2.14 that
-    has to be asked for (`hoist`).
+    Such an object is not a constant of the graph, and so no part of the key of cached graphs. Before 2.14 that has
+    to be asked for (`hoist`).
     """
     if NO_OPAQUE_OBJECTS is None:
         _REGISTER(kind)

@@ -56,8 +56,8 @@ class KeptChoices:
             out = choices.attend(layer, pipeline, q, k, v, causal=False).out
 
     What is chosen is kept for the prompt that `begin` named: the tensor itself, not what it holds. So both halves
-    of classifier-free guidance have choices of their own, and a run takes none of another one's prompt. If a layer
-    is called more often than once in a step for one prompt, its second call takes what its second call chose.
+    of classifier-free guidance have separate choices, and a run takes none of another one's prompt. If a layer is
+    called more often than once in a step for one prompt, its second call takes what its second call chose.
 
     A choice is made anew when it is `every` steps old, for another pipeline, for tensors of other sizes, and when
     the steps begin again. Kept are a byte per block and head of each mask, and the index maps of an order; of a

@@ -112,7 +112,7 @@ class PagedPipeline:
         spec: AttentionSpec,
         out: Tensor | None,
     ) -> Tensor:
-        """The output for checked inputs. Tensors of `kv` are arguments of their own, as `repeated` wants them."""
+        """The output for checked inputs. Tensors of `kv` are separate arguments, as `repeated` wants them."""
         kv, executor = PagedKV(keys, values, slots, run=run), self.pipeline.executor
         # Scorers that read no keys get no history, as ever.
         history = KeyHistory(kv) if self.pipeline.scorer.keeps_history else None

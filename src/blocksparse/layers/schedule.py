@@ -14,7 +14,7 @@ from blocksparse.pipeline import Pipeline
 
 
 def text_config(network: Any) -> Any:
-    """The config of the text model, which multimodal models keep inside of their own."""
+    """The config of the text model, which multimodal models keep inside theirs."""
     return network.config.get_text_config(decoder=True)
 
 

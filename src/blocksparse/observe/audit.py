@@ -76,7 +76,7 @@ class Audit:
 
     A bound is crossed in an audited call if the whole confidence interval of that call lies beyond the bound, or
     if an output is not finite. The model never waits for a GPU because of an audit, so what a call gave counts
-    some calls later. An audit belongs to one model. It has random numbers of its own, and leaves those of torch.
+    some calls later. An audit belongs to one model. It has its own random numbers, and leaves those of torch.
 
     Args:
         rows: random queries of each head in an audited call.

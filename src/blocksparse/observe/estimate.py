@@ -161,10 +161,10 @@ _AT_ONCE = 8  # queries of each head; their logits over 131,072 keys and 32 head
 def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
     """Compare random queries of a call with dense attention, `[4, rows]` float64, without waiting for the device.
 
-    The queries are cut into `rows` stretches of equal length, and each head of each entry of the batch draws one
-    query of its own from each stretch. Column `i` of the result has sums over the draws from stretch `i`: of the
-    covered mass, which is the share of the dense weights, sinks left out, that lies on visited pairs; the number
-    of draws; and `sum|o - o'|` and `sum|o'|` of the output `o` and dense attention's `o'`.
+    The queries are cut into `rows` stretches of equal length, and each head of each entry of the batch draws its
+    own query from each stretch. Column `i` of the result has sums over the draws from stretch `i`: of the covered
+    mass, which is the share of the dense weights, sinks left out, that lies on visited pairs; the number of draws;
+    and `sum|o - o'|` and `sum|o'|` of the output `o` and dense attention's `o'`.
 
     Heads draw for themselves, because queries that are hard are often hard for many heads: a sample of 64
     positions may miss them, but hardly in every head.
@@ -235,7 +235,7 @@ def _weighted(weights: Tensor, v: Tensor) -> Tensor:
 
     Tensor cores multiply half precision, but weights rounded to it would add an error as large as that of a good
     sparse call. So each weight is the sum of two numbers in half precision. The factor keeps small weights out of
-    the range where fp16 loses digits.
+    the range where fp16 has fewer digits.
     """
     if v.dtype == wide_dtype(v):
         exact: Tensor = products(weights, v.mT)

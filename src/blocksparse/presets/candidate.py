@@ -89,7 +89,7 @@ class Candidate:
         pv_skip: `pv_skip` of `TritonExecutor`, which runs on a GPU only; None takes `AutoExecutor`.
 
     Raises:
-        TuneError: there is no such preset, or it does not take these arguments or this band.
+        TuneError: the preset does not exist, or it does not take these arguments or this band.
     """
 
     preset: str = field()

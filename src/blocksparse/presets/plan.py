@@ -86,7 +86,7 @@ class Part:
 @final
 @frozen
 class AtLength:
-    """What a plan loses on held prompts of about one length."""
+    """KL and other losses of a plan on held prompts of about one length."""
 
     tokens: int  # of the longest of these prompts
     density: float  # work as a share of dense attention's, mean over layers and query heads
@@ -100,7 +100,7 @@ class AtLength:
 @final
 @frozen
 class Try:
-    """A plan that was verified: what it loses on held prompts, at the length where it loses most."""
+    """A verified plan, with its KL on held prompts at the length with the highest KL."""
 
     density: float  # at the greatest length
     text_kl: float
@@ -243,7 +243,7 @@ class Plan:
             edited: take the plan although it was changed by hand, so that its evidence is for another one.
 
         Raises:
-            TuneError: the file cannot be read, is no plan, was edited, or names what there is not.
+            TuneError: the file cannot be read, is not a plan, was edited, or names what there is not.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -86,7 +86,7 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return self(scores)
 
     def with_places(self, scores: ScoresT_contra, places: Places) -> BlockMask | None:
-        """Union of this selection and `places` in one launch; None if there is no such launch."""
+        """Union of this selection and `places` in one launch; None if no kernel does both."""
         return None
 
     def alignment(self, causal: bool) -> int:

@@ -48,21 +48,21 @@ def attach(
 
     Args:
         model: the transformer of a pipeline, one of the classes in `FAMILIES`.
-        pipeline: what attends in every layer; or a `Schedule`, which chooses by the index of the block: blocks are
+        pipeline: the pipeline of every layer, or a `Schedule` that chooses by the index of the block. Blocks are
             counted from 0 in the order in which the model runs them.
         dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
-            diffusers pipeline: another one is known by a timestep nearer to noise, or by another prompt.
+            diffusers pipeline. A timestep nearer to noise, or another prompt, begins a new call.
         by_step: what attends instead of `pipeline` from these steps on, such as `{25: subblock(0.15)}` for a
             smaller budget in the later half; counted as `dense_steps` are.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
-            them; None for one. What is chosen belongs to the tensor of the prompt that a diffusers pipeline passes
-            in every step: so each half of classifier-free guidance has choices of its own, and so has each run.
-            Not for compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says how old choices were.
+            them; None for one. A choice belongs to the tensor of the prompt that a diffusers pipeline passes in
+            every step. So each half of classifier-free guidance has its own choices, and so has each run. Not for
+            compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says how old choices were.
         min_tokens: attention over fewer tokens than this stays dense.
         recorder: gets a record of what each call did; if None, nothing is recorded.
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit. Where
-            choices are kept, it says how much mass they still cover; a layer that crosses a bound chooses anew, or
-            the one whose choice it takes does in the next step.
+            choices are kept, it reports how much mass they still cover. A layer that crosses a bound chooses
+            again, or the layer whose choice it takes does in the next step.
         family: how a model that is not known lays out its tokens.
 
     Raises:
@@ -135,7 +135,7 @@ def _phase(first: int, schedule: Schedule, layers: int, *, apart: bool) -> Phase
     """What attends by a schedule from the step `first` on.
 
     Raises:
-        ValueError: there is no such layer as one that the schedule names.
+        ValueError: the schedule names a layer that the model does not have.
     """
     by_layer = schedule.resolve(layers)
     keys = tuple(_key(layer, by_layer, apart=apart) for layer in range(layers))

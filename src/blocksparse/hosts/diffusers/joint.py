@@ -37,7 +37,7 @@ def _flux_2(config: Any, given: Arguments) -> TokenLayout | None:
 
 
 def _flux_3(config: Any, given: Arguments) -> TokenLayout | None:
-    """References stand behind the picture, with positions of their own."""
+    """References stand behind the picture, with their own positions."""
     if given["image_cond_ids"] is None:
         return _flux(config, given)
     both = torch.cat([ids[0] if ids.ndim == 3 else ids for ids in (given["img_ids"], given["image_cond_ids"])])
@@ -193,7 +193,7 @@ def _minimax_h3(_: Any, given: Arguments) -> TokenLayout | None:
 
 
 def _of_the_video(given: Arguments) -> Any:
-    """References and audio have timesteps of their own."""
+    """References and audio have their own timesteps."""
     last = given["timestep_indices"][given["video_indices"][-1]]
     return given["timestep"][last]
 

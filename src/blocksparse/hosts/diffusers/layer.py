@@ -103,13 +103,14 @@ class StepCounter:
     Calls with one timestep, as for the two halves of classifier-free guidance, are one step. A timestep nearer to
     noise than the last one begins another run at step 0. After a run that was interrupted, another one may begin
     nearer to the picture. It is known by its prompt, a tensor that the last run had not, if this pipeline was seen
-    to pass one tensor in several steps. Where that was a mistake, as for a half of guidance that begins late and
-    comes first, the run's own prompts come back, or each step has a prompt of its own; then the count goes on, and
-    prompts are not asked again.
+    to pass one tensor in several steps. That can be a mistake, as for a half of guidance that begins late and
+    comes first. Then the run's own prompts come back, or each step has another prompt. The count goes on, and
+    prompts are ignored from there on.
 
-    What cannot be told: a run that begins where the last one was stopped, or nearer to the picture, with the very
-    same tensor as its prompt, or after a first run that was stopped in its first step; a prompt that a callback
-    replaces once in the middle, which begins a run; and in an inversion, from picture to noise, every step does.
+    Three cases are counted wrongly. A run is not noticed if it begins where the last one was stopped, or nearer to
+    the picture, with the very same tensor as its prompt, or after a run that was stopped in its first step. A
+    prompt that a callback replaces once in the middle begins a run. In an inversion, from picture to noise, every
+    step begins one.
 
     Args:
         rising: whether the model's timesteps rise from noise to picture; most fall.

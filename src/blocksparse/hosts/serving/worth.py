@@ -31,7 +31,7 @@ LITTLE_WORK = "little work"
 @final
 @frozen(eq=False)
 class Worth:
-    """What stays in the stock backend because selecting blocks would save nothing.
+    """The requests that stay in the native backend because selecting blocks would save nothing.
 
     Args:
         executor: whose `dense_below` says how much work is little.

@@ -1,4 +1,4 @@
-"""The backend that SGLang makes under the name blocksparse: a stock one, whose long prompts go sparse."""
+"""The SGLang backend named blocksparse: a native backend whose long prompts go sparse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 def backend(runner: Any) -> Any:
     """Make the backend that reads prompts in an engine.
 
-    It is the stock backend that decodes in this engine, with one method in its place: `forward_extend`.
+    It is the native backend of this engine's decode, with one method replaced: `forward_extend`.
 
     Args:
         runner: SGLang's ModelRunner, whose model is loaded.

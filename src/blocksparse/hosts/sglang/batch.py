@@ -181,7 +181,7 @@ _log = logging.getLogger(__name__)
 @final
 @define(eq=False)
 class SparsePrefill:
-    """In the place of `forward_extend` of a stock backend: sparse prompts here, everything else there.
+    """Replacement of a native backend's `forward_extend`: sparse prompts here, everything else there.
 
     SGLang calls it for one layer after another, and makes a ForwardBatch per step. What was found out about a
     batch is kept until the next one comes, or the first layer again.
@@ -220,8 +220,8 @@ class SparsePrefill:
         """Attend the new tokens of a batch, `q` `[tokens, Hq * D]`, to all tokens of their requests.
 
         `k` and `v` `[tokens, Hkv, D]` are those of the new tokens, for the cache. With `save_kv_cache` false they
-        are there already: a model's kernel wrote them while it rotated them (qwen3_moe and others), or an earlier
-        layer or loop did, whose keys this one shares (gemma3n, iquest_loopcoder).
+        are in the cache already. Either the model's RoPE kernel wrote them (qwen3_moe and others), or an earlier
+        layer or loop with which this one shares keys (gemma3n, iquest_loopcoder).
         """
         index = layer.layer_id
         attention = self.layers.get(layer, "no layer of the model")

@@ -1,4 +1,4 @@
-"""What transformers calls in place of its own attention, with continuous batching too.
+"""The function that transformers calls instead of its attention, with continuous batching too.
 
 Adapter       The two functions that transformers calls for an attached model: one makes masks, the other
               attends.
@@ -104,8 +104,8 @@ SDPA = "sdpa"
 class SdpaInPlace:
     """Stands in for transformers' function of the name "sdpa", and hands to an adapter the calls of its model.
 
-    Continuous batching refuses every name that it does not know, so an attachment can have none of its own there.
-    Calls of other models, and calls without a paged cache, go to the function that had the name before.
+    Continuous batching refuses every name that it does not know, so an attachment cannot have its own there. Calls
+    of other models, and calls without a paged cache, go to the function that had the name before.
     """
 
     adapter: Adapter | None  # None when the attachment has ended

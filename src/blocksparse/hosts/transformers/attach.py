@@ -125,7 +125,7 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     """The configs of all attention that asks for its function, and of the models around it, which make its masks.
 
     Raises:
-        ValueError: there is no such attention.
+        ValueError: no module asks transformers for its attention function.
     """
     asking = [module for module in model.modules() if asks_for_its_function(type(module))]
     if not asking:

@@ -149,7 +149,7 @@ class Call:
 
     @property
     def window(self) -> int | None:
-        """How many keys a query sees at most, if the mask says so and nothing else beside the prompts."""
+        """The window in tokens, if the mask hides nothing but other prompts and keys outside a window."""
         return self.mask.window if isinstance(self.mask, PromptMask) else None
 
     def asked(self) -> Asked:

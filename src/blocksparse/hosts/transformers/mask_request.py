@@ -29,8 +29,8 @@ def mask_of(**request: Any) -> Tensor | PromptMask | None:
     """The mask that sdpa would get, or None where sdpa would get none and every query sees every key.
 
     The mask is made later, if at all. While a graph is traced, and for a mask that is not a function of indices,
-    it is made at once. A whole causal prompt has a mask too, which costs nothing: for None transformers' sdpa asks
-    the module whether it is causal, and modules say False that are causal by their mask alone.
+    it is made at once. A whole causal prompt has a mask too, which costs nothing. Without a mask, transformers'
+    sdpa reads the module's `is_causal`, which is False in modules that are causal by their mask alone.
     """
     if isinstance(given := request.get("attention_mask"), PromptMask):
         return given  # `generate` got it from this function
@@ -113,8 +113,8 @@ def _seen(
 def _is_window(mask_function: Callable[..., Tensor], size: int, last: int) -> bool:
     """Whether a mask function without padding is that of causal queries which see `size` keys at most.
 
-    transformers does not say so, so the function is asked for pairs at both ends of two windows, the first one
-    that hides a key and that of the `last` position. It gets numbers on the CPU, for which nobody waits.
+    transformers does not report it. So the function is asked for pairs at both ends of two windows: the first one
+    that hides a key, and that of the `last` position. It gets numbers on the CPU, so no GPU is waited for.
     """
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     return all(

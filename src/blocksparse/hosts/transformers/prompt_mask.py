@@ -182,7 +182,7 @@ def padded_behind(sequences: Sequences) -> list[Span]:
 
 @final
 class KnownPrompt(local):
-    """The length of the prompt that a thread reads, padding included; None where nobody tells it."""
+    """The length of the prompt that a thread prefills, padding included; None if unknown."""
 
     def __init__(self) -> None:
         self.tokens: int | None = None

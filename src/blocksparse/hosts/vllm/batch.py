@@ -63,7 +63,7 @@ _PER_TOKEN = ("slot_mapping", "positions")
 @final
 @frozen(eq=False)
 class Batch:
-    """One step of the engine. It travels on what the stock backend's builder made of the whole batch."""
+    """One step of the engine, as an attribute of the native metadata of the whole batch."""
 
     reasons: Counter[str]  # of the dense requests
     prefills: Prefills | None = None
@@ -85,8 +85,8 @@ class Batch:
         Args:
             common: vLLM's CommonAttentionMetadata of the whole batch.
             keys: the tokens of each request, its context and its queries together.
-            build: makes the stock backend's metadata of a batch.
-            remaining: as of `Prefills.of`.
+            build: makes the native backend's metadata of a batch.
+            remaining: as in `Prefills.of`.
         """
         if not split.sparse.ranges:
             return cls(split.reasons)

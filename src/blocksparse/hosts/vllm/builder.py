@@ -22,11 +22,11 @@ _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers 
 
 
 class SplitBatches:
-    """Stands before a stock `AttentionMetadataBuilder` in the bases of a class.
+    """Mixin that stands before a native `AttentionMetadataBuilder` in the bases of a class.
 
-    What the stock builder makes of a batch stays as it is. Only if a request of it goes sparse, it gets one
-    attribute more, a `Batch` for each kind of layers. vLLM makes these objects itself and reads class attributes
-    of them, hence a base class with state.
+    The native metadata of a batch stays unchanged. If a request of the batch goes sparse, the metadata gets one
+    more attribute: a `Batch` for each kind of layers. This is a base class with state because vLLM makes these
+    objects itself and reads their class attributes.
     """
 
     stock: ClassVar[Any]  # the stock builder, which also prepares the requests that do not go sparse
@@ -73,7 +73,7 @@ class SplitBatches:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Graphs of batches that only decode, as the stock backend has them, and of no other batch."""
+        """CUDA graphs for batches that only decode, as in the native backend, and for no other batch."""
         stock: Any = super()
         support = stock.get_cudagraph_support(vllm_config, kv_cache_spec)
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda x: x.value)

@@ -144,7 +144,7 @@ def is_configured(config: Any) -> bool:
 
 
 def layer_of(name: str) -> int:
-    """The index of the layer in a name such as `model.layers.3.self_attn.attn`; 0 if there is no number in it."""
+    """The index of the layer in a name such as `model.layers.3.self_attn.attn`; 0 if the name has no number."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
 
 

@@ -1,4 +1,4 @@
-"""The part of a vLLM attention layer that attends: sparse prompts here, everything else in the stock backend."""
+"""The part of a vLLM attention layer that attends: sparse prompts here, everything else in the native backend."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from blocksparse.hosts.vllm.engine import NO_LAYER, Engine, is_configured, layer
 
 
 class SparsePrefill:
-    """Stands before a stock `AttentionImpl` in the bases of a class, and leaves to it what does not go sparse.
+    """Mixin before a native `AttentionImpl` in the bases of a class, which runs everything that stays dense.
 
-    vLLM makes these objects itself and reads class attributes of them, hence a base class with state.
+    This is a base class with state because vLLM makes these objects itself and reads their class attributes.
     """
 
     supports_pcp: ClassVar[bool] = False  # several GPUs hold parts of one prompt, or of its keys

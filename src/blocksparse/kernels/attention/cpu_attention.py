@@ -82,7 +82,7 @@ def cpu_attention(
 
 
 def may_skip(kept: Kept, positions: TokenPositions) -> bool:
-    """Whether the kernel leaves out blocks: they are tiles of its own, and a row is one task."""
+    """Whether the kernel leaves out blocks: it cuts its own tiles, and a row is one task."""
     return kept.q_block <= 128 and kept.k_block in (32, 64, 96, 128) and positions.group_of_row is None
 
 

@@ -90,7 +90,7 @@ def _copied_in_16_bytes(x: Tensor) -> bool:
 
 
 def _consumer_registers(consumers: int, per_sm: int) -> int:
-    """Registers of each thread of a consumer, after the loader has given back all but `_LOADER_REGISTERS` of its own."""
+    """Registers per thread of a consumer, after the loader has given back all but `_LOADER_REGISTERS`."""
     return int((registers(consumers, per_sm) * (consumers + 1) - _LOADER_REGISTERS.value) // consumers // 8 * 8)
 
 

@@ -4,10 +4,10 @@
 
 `compiled`: Libraries that this machine's C++ compiler makes of files of kernels, when a kernel is first used.
 
-One command compiles one file, for this CPU, into the user's cache folder. The name of the result holds a hash of the
-source, the flags, the compiler and the CPU, so that nothing is ever loaded that was made of something else, or for
-another machine with the same home. A wheel may bring libraries that are compiled already, for several kinds of CPUs: those
-that stand in the folder `compiled` beside the source, with the source's hash in their names, are tried first.
+One command compiles one file, for this CPU, into the user's cache folder. The name of the result holds a hash of the source,
+the flags, the compiler and the CPU, so a library built from something else, or for another machine with the same home
+folder, is never loaded. A wheel may bring libraries that are compiled already, for several kinds of CPUs. Those in the
+folder `compiled` next to the source, with the source's hash in their names, are tried first.
 
 Whatever goes wrong gives a reason in words, never an exception: callers then do without.
 """
@@ -93,7 +93,7 @@ VARIANTS = (
 
 
 class UnavailableError(RuntimeError):
-    """Why there is no library, and what to do about it, in one sentence."""
+    """Why the library is missing, and what to do about it, in one sentence."""
 
 
 @frozen(eq=False)
@@ -110,8 +110,8 @@ def load(source: Path, *, anew: bool = False, others: bool = True) -> Loaded:
     """The library of `source`, compiled unless it is in the cache. Never raises.
 
     Args:
-        anew: compile it even if it is there, or if that failed before.
-        others: if it must be compiled, begin with the other kernels of this package meanwhile; whoever wants one waits.
+        anew: compile it even if the cache has it, or if that failed before.
+        others: if it must be compiled, begin with the other kernels of this package meanwhile; a call that needs one waits.
     """
     try:
         return _load(source, anew, others)
@@ -182,7 +182,7 @@ def compile_for_wheel(source: Path, folder: Path) -> list[Path]:
     """Compile `source` for every kind of CPU that a wheel serves, into `folder`.
 
     Raises:
-        UnavailableError: there is no compiler, or it fails.
+        UnavailableError: the compiler is missing, or it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = []
@@ -197,7 +197,7 @@ def compile_file(source: Path, to: Path, flags: Sequence[str] = ()) -> None:
     """Compile `source` for this CPU, with more flags, as for a sanitizer.
 
     Raises:
-        UnavailableError: there is no compiler, or it fails.
+        UnavailableError: the compiler is missing, or it fails.
     """
     _compile([*_command(), *flags, str(source), "-o", str(to)], to.parent)
 

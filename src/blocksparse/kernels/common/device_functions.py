@@ -130,7 +130,7 @@ def asked(heads: Below | None) -> tuple[Tensor | None, Tensor | None, int | None
 
 @triton.jit
 def not_asked(number_ptr, bound_ptr, bound_stride, OTHERS: tl.constexpr = False):
-    """Whether nobody asks for this program's head."""
+    """Whether no caller asks for this program's head."""
     head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     below = tl.load(number_ptr + head).to(tl.float64) < tl.load(bound_ptr + tl.program_id(1) * bound_stride)
     if OTHERS:

@@ -79,7 +79,7 @@ def empty_as(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 def empty_together(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Uninitialised contiguous tensors of these shapes in one allocation, which takes the host longer than a view of it.
 
-    Each begins at a multiple of 16 bytes, as one with memory of its own does: Triton specialises kernels on that.
+    Each begins at a multiple of 16 bytes, as one with separate memory does: Triton specialises kernels on that.
     """
     entries, places = _together(shapes, dtype.itemsize)
     memory = torch.empty(entries, dtype=dtype, device=device)

@@ -6,7 +6,7 @@ shares           long lists cut into shares, where a launch has few tiles of que
 loaders          the warps that load
 consumer         the warps that compute
 rows             scores in a consumer's registers: masks, maxima and sums
-softmax          weights of scores, beside a reference that seldom changes, and softcaps of logits
+softmax          weights of scores, relative to a reference that seldom changes, and softcaps of logits
 output           what a consumer writes
 int8             scores and weights of 8-bit operands in registers, and one step of a consumer with them
 gather           the warps that load keys through index maps, and votes on whether a row of blocks may stop

@@ -21,7 +21,7 @@ Weights are relative to a number that a row keeps as long as they do not grow la
 
 A sliding window hides keys in masked steps alone, a softcap changes scores as soon as they are there, and a sink joins a
 row's sum when its keys are done. A kernel without them is compiled as if there were none. Where a softcap bounds all logits
-(`hopper/softmax.py`), weights are relative to 1, and no sum is ever scaled anew.
+(`hopper/softmax.py`), weights are relative to 1, and no sum is ever rescaled.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def _give_back(k_empty, stage, q_empty, last, C):
     If there is only one buffer of queries, it is given back with the last scores, so that the next queries are loaded
     during the softmax of these. If there are two, it is given back at the border, which is early enough.
 
-    What the loader then overwrites is no longer read. Queries are read by the products that make scores and by nothing
-    else, and each arrival stands behind a barrier of the consumer's four warps, all of which have waited for the last
-    product; the queue's word, the place and the target, which lie beside the queries, were read before the first. Every tile is
-    given back exactly once, also the empty one at the end, whose buffer nobody waits for. And there is no circle of
-    waits (`load_keys`): a consumer waits for nothing between the last keys of a tile and giving back its queries.
+    What the loader then overwrites is no longer read. Queries are read by the products that make scores and by nothing else,
+    and each arrival stands behind a barrier of the consumer's four warps, all of which have waited for the last product; the
+    queue's word, the place and the target, which lie beside the queries, were read before the first. Every tile is given
+    back exactly once, also the empty one at the end, whose buffer no warp waits for. Waits cannot form a circle
+    (`load_keys`): a consumer waits for nothing between the last keys of a tile and giving back its queries.
     """
     mbarrier.arrive(k_empty.index(stage), count=1)
     if C.Q_BUFFERS == 1:

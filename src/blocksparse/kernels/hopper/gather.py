@@ -58,11 +58,11 @@ def load_gathered(C, given):
     the phase before, as `make_rings` explains.
 
     Early stop: consumers that stop in step `s` store `s` in `halt` before they give back the keys of tile `s`. The loader
-    looks at `halt` when it has waited for the keys of `t - STAGES`, to load tile `t`, and ends only if `halt` is at most
-    `t - STAGES`. A stop at such a step was stored before that wait ended, and a stop at a later step, which some warps
-    might see and others not, changes nothing: so all four warps end at the same tile, `s + STAGES`. By then it has only
-    to gather values up to tile `s + STAGES - 1`, whose stage must have been given back by tile `s - 1`; the consumers do
-    that in step `s`. So nobody waits for ever.
+    looks at `halt` when it has waited for the keys of `t - STAGES`, to load tile `t`, and ends only if `halt` is at most `t
+    - STAGES`. A stop at such a step was stored before that wait ended, and a stop at a later step, which some warps might
+    see and others not, changes nothing: so all four warps end at the same tile, `s + STAGES`. By then it has only to gather
+    values up to tile `s + STAGES - 1`, whose stage must have been given back by tile `s - 1`; the consumers do that in step
+    `s`. So no warp waits for ever.
     """
     pointers, bars, bufs, strides, sizes = given
     k_ptr, v_ptr, slots_ptr, list_ptr = pointers

@@ -168,7 +168,7 @@ def _weights_of(piece, factor, origin, THREAD: gl.constexpr):
 def _without(origin, best, met, pv_skip, THREAD: gl.constexpr):
     """Applies `pv_skip`: the origin to subtract from a piece's logits, and the best logit met by now, both `[64, 4]`.
 
-    Where the row's best logit in the piece is negligible beside the best one met before, the origin becomes so large that
+    Where the row's best logit in the piece is negligible compared with the best one so far, the origin becomes so large that
     all weights come to 0.
     """
     best = of_threads(gl.max(best, 1), THREAD)
@@ -285,7 +285,7 @@ def after(stage, phase, C):
 
 @gluon.jit
 def products(operands, v_bufs, stage, sums, ON_TOP, C):
-    """Starts the products of weights and values; fp8 values of each piece lie apart, so each has a product of its own."""
+    """Starts the products of weights and values; fp8 values of each piece lie apart, so each has its own product."""
     if C.PV8:
         token = warpgroup_mma(
             operands[0], v_bufs.index(stage * C.PIECES).permute([1, 0]), sums, use_acc=ON_TOP, is_async=True

@@ -24,7 +24,7 @@ def _log_sum(log2_sum, whole):
 
 @gluon.jit
 def _mean(sums, whole):
-    """The weighted mean of values; 0 where the sum of weights is 0, also beside a value that is not finite."""
+    """The weighted mean of values; 0 where the sum of weights is 0, even where a value is not finite."""
     whole = gl.convert_layout(whole, gl.SliceLayout(1, sums.type.layout))
     return gl.where((whole == 0.0)[:, None], 0.0, sums * (1.0 / whole)[:, None])
 

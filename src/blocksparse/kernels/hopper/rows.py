@@ -1,10 +1,10 @@
 """Rows of scores in the registers of a consumer on Hopper: which keys are allowed, maxima and sums.
 
-The matrix product of a warp group (wgmma) leaves scores `[64, n]`, of 64 queries and `n` keys, in registers so: warp `w`
-has rows `16 w` to `16 w + 15`; its lane `l` has the rows `16 w + l // 4` and `16 w + l // 4 + 8`, and of each the columns
-`8 j + 2 t` and `8 j + 2 t + 1` for `t = l % 4` and all `j` below `n / 8`. So four threads `t` share a row, and each of
-them has `n / 4` keys of it. `by_thread` gives these indices axes of their own: `[64, n / 8, 4, 2]` is row, `j`, `t` and
-which of the two. A number for each row and thread, such as a partial sum, is `[64, 4]`.
+The matrix product of a warp group (wgmma) leaves scores `[64, n]`, of 64 queries and `n` keys, in registers so: warp `w` has
+rows `16 w` to `16 w + 15`; its lane `l` has the rows `16 w + l // 4` and `16 w + l // 4 + 8`, and of each the columns `8 j +
+2 t` and `8 j + 2 t + 1` for `t = l % 4` and all `j` below `n / 8`. So four threads `t` share a row, and each of them has `n
+/ 4` keys of it. `by_thread` gives each of these indices an axis: `[64, n / 8, 4, 2]` is row, `j`, `t` and which of the two.
+A number for each row and thread, such as a partial sum, is `[64, 4]`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _bits_up_to(limit, THREAD: gl.constexpr, PIECE: gl.constexpr):
 
 @gluon.jit
 def with_sink(highest, whole, sinks_ptr, h, target):
-    """The logarithm of a row's sum of weights in base 2, and that sum beside `highest`, with the sink of head `h` in both.
+    """Base-2 logarithm of a row's sum of weights, and the sum relative to `highest`, both with the sink of head `h`.
 
     `whole` is the sum without it. Shares of a list, whose `target` is not below 0, get theirs when they are joined.
     """

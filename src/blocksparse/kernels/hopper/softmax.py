@@ -9,7 +9,7 @@ it come to no more than `_most` in a tile. Where they come to more, its maximum 
 anew, and the tile's weights are computed once more. Most tiles have no such row, and look for no maximum at all.
 
 Each row decides by its own weights, and computing them once more gives a row whose reference stays the same bits. So no row
-depends on another. A row without a key so far has the reference `LOWEST`, beside which the weight of any logit is
+depends on another. A row without a key so far has the reference `LOWEST`, relative to which the weight of any logit is
 infinite, so that its first keys raise it.
 
 The softcap of logits on Hopper, and rows that need no maximum because it bounds them.
@@ -78,11 +78,11 @@ def _rounded_weights(n, scores, pair):
 def _weights(n, scores):
     """PTX: a thread's `n` weights in fp32, and their sums.
 
-    A power takes some 30 clocks to come, and the next can start after 8. Left alone, ptxas adds each to its sum as soon as it is
-    there, and the warp waits for most of them (docs/evidence/kernel-notes.md). So the sums of a part of `_APART` powers stand
-    behind a branch, beside the powers of the next part, and logits are computed one part ahead. No branch is ever taken, for
-    `c` is positive, but what they lead to needs the powers before them. `tests/kernels/machine_code.py` checks the order that
-    ptxas makes.
+    A power takes some 30 clocks to come, and the next can start after 8. Left alone, ptxas adds each to its sum as soon as
+    it is there, and the warp waits for most of them (docs/evidence/kernel-notes.md). So the sums of a part of `_APART`
+    powers stand behind a branch, next to the powers of the next part, and logits are computed one part ahead. No branch is
+    ever taken, for `c` is positive, but what they lead to needs the powers before them. `tests/kernels/machine_code.py`
+    checks the order that ptxas makes.
     """
     apart = int(_APART.value)
     parts = [range(at, at + apart) for at in range(0, n, apart)]
@@ -117,8 +117,8 @@ def _softmax_asm(n, pair, first, most):
     the two rows are written: the row's new reference, the factor for its sums, and the sum of its weights. Then come `n`
     scores, `n` times the references so far, and `n` times the factor that makes logits of scores.
 
-    1. Weights and sums beside the references so far. A vote tells all lanes of a warp whether any lane's sum passes `most`.
-       If none does, this was all.
+    1. Weights and sums relative to the references so far. A vote tells all lanes of a warp whether any lane's sum passes
+       `most`. If none does, this was all.
     2. Else a row, whose four threads share what they know, takes its maximum if a sum of it passes `most`.
     3. Weights and sums once more, for all rows of the warp.
 

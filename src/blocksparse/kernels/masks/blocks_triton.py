@@ -93,7 +93,7 @@ def _plan(
     heads: int,
     offset: int,
 ) -> _Plan:
-    """The plan for maps of these shapes; None where there is no map."""
+    """The plan for maps of these shapes; None without a map."""
     rows, cols = cdiv(offset % q_block + M, q_block), cdiv(slots, k_block)
     Bq, Qh = (1, 1) if of_queries is None else of_queries[:2]
     Bk, Kh, G = (1, 1, 1) if of_keys is None else of_keys[:3]

@@ -110,7 +110,7 @@ def _plan(
 
 
 def _options(D: int, itemsize: int, P: int, G: int, hardware: Hardware) -> tuple[dict[str, int], dict[str, int]]:
-    """Options of both kernels, whose tiles of queries are no larger than there are queries."""
+    """Options of both kernels, whose tiles of queries have at most as many rows as there are queries."""
     sums, weights = (f(D, itemsize, hardware) for f in (options_of_sums, options_of_weights))
     for options, rows in ((sums, G * P), (weights, P)):
         options["BLOCK_M"] = min(max(power_of_2(rows), 16), options["BLOCK_M"])

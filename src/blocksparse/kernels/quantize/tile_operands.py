@@ -62,7 +62,7 @@ def int8_query_tiles(
     Args:
         q: `[B, Hq, M, D]`.
         index: `[B, Hq|1, M]` int32, the query in each slot; None leaves queries in place.
-        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query loses `scale * q . mean`, with the
+        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query drops by `scale * q . mean`, with the
             query as it was rounded.
         scale: what products are multiplied by to become logits.
         early: queries of `q` before this one lose 0.

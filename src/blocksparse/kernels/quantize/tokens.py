@@ -114,8 +114,8 @@ def int8_queries(
         block: places per row of the mask.
         lead: empty places before the first slot in row 0, fewer than `block`.
         shared: the slots of a row of the mask share one scale.
-        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query loses `scale * q . mean`, which
-            is returned, `[B, Hq, M]` fp32.
+        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query drops by `scale * q . mean`, which is
+            returned, `[B, Hq, M]` fp32.
         scale: what products are multiplied by to become logits.
         plain: `[B|1, Hq|1, rows]` int32, not 0 for rows that read keys which keep their mean: their queries lose 0.
     """
@@ -139,8 +139,8 @@ def int8_keys(
         block: slots that share a scale if `shared`.
         shared: whether the slots of a block share one scale.
         mean: `[B, Hkv, D]` fp32, subtracted before rounding.
-        plain_below: if not 0, `H` more heads follow, rounded without subtracting the mean: `[B, 2 * H, slots, D]`. In
-            them a block without any key before this one may hold anything, for nobody reads it.
+        plain_below: if not 0, `H` more heads follow, rounded without subtracting the mean: `[B, 2 * H, slots, D]`. In them a
+            block without any key before this one may hold anything: no kernel reads it.
     """
     k, empty = in_slot_order(k, index), None if index is None else index < 0
     smooth = k if mean is None else k.float() - mean.repeat_interleave(k.shape[1] // mean.shape[1], 1).unsqueeze(2)

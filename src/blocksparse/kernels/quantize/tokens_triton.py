@@ -167,7 +167,7 @@ def _launch(
 
 
 def tile_of(head_dim: int, block: int) -> tuple[int, int]:
-    """How many tokens a program holds at a time, and its warps; `block` is 0 if every token has a scale of its own."""
+    """How many tokens a program holds at a time, and its warps; `block` is 0 if every token has its own scale."""
     block_d = power_of_2(head_dim)
     if block == 0:
         return max(_TILE // block_d, 1), 4

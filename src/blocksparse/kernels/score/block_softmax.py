@@ -75,7 +75,7 @@ def _softmax(logits: Tensor, eligible: Tensor) -> Tensor:
 def gate_blocks(
     values: Tensor, of_q: Tensor, of_k: Tensor, theta: float | Tensor, forced: Tensor | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor]:
-    """Gated `values` `[B, Hq, rows, cols]`, in memory of their own, and `forced`, bool of the same shape.
+    """Gated `values` `[B, Hq, rows, cols]`, in separate memory, and `forced`, bool of the same shape.
 
     Args:
         of_q: `[B, Hq, rows]`, the similarity of the tokens of query blocks. NaN is not similar.

@@ -62,7 +62,7 @@ def running_share(values: Tensor, first: Tensor | None = None) -> RunningShare:
 def _ticks(values: Tensor) -> Tensor:
     """Non-negative fp32 values as integers, from 2^29 to just below 2^30 for the heaviest one of a row; NaN counts as 0.
 
-    The scale is a power of two, so only the rounding to integers loses anything; a sum of 2^23 entries stays below 2^53.
+    The scale is a power of two, so only the rounding to integers is inexact; a sum of 2^23 entries stays below 2^53.
     """
     values = values.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max).clamp_min(0.0)
     exponent = torch.frexp(values.amax(-1, keepdim=True)).exponent

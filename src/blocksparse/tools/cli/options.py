@@ -15,7 +15,7 @@ Commands = Any  # what `add_subparsers` gives, which argparse has no public name
 
 @final
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults beside the options that have one, and examples as they are written."""
+    """Defaults after the options that have one, and examples as they are written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help

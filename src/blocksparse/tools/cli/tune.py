@@ -137,7 +137,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    """Tune, write the plan, and print what it costs and loses.
+    """Tune, write the plan, and print its cost and its KL.
 
     Raises:
         TuneError: the model, the prompts or a number does not allow it; nothing was written.
@@ -181,7 +181,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def summary(plan: Plan) -> str:
-    """What attends in each layer, and what the whole plan costs and loses."""
+    """What attends in each layer, and the cost and KL of the whole plan."""
     found, of_plan = plan.evidence, plan.evidence.plan
     lines = [f"{'layer':>8}  {'density':>7}  {'text KL':>8}  {'answers':>8}  attention"]
     for part in plan.layers:

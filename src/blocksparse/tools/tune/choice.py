@@ -15,7 +15,7 @@ from blocksparse.tools.tune.cost import DENSE, Key, Unit
 @final
 @frozen
 class Option:
-    """One candidate for one unit: what it costs (milliseconds, or density) and what it loses (KL, in nats)."""
+    """One candidate for one unit: what it costs (milliseconds, or density) and its KL in nats."""
 
     name: str
     cost: float
@@ -70,14 +70,13 @@ def hoped_losses(
 ) -> dict[Key, float]:
     """What every candidate would lose in every unit if it lost a standard deviation less than is likely.
 
-    Errors order the settings of one preset in one layer. They tell neither layers nor presets apart: a model minds
-    what some layers get wrong more than it minds others, and `s2o` has the least error and loses most at answers.
-    So the logarithm of a loss is taken for the sum of a number for its unit, one for its preset, a multiple of the
-    logarithm of the error, a constant, and chance, which makes it larger or smaller by a factor of e. If nothing
-    were known, all numbers but the constant would be 0, and the multiple 2, give or take 1. Bayesian linear
-    regression follows: likely is the least-squares fit to the known losses with one more row for each number, and
-    its variance is that of chance and that of the fit. So hope is greatest where least is known of a unit or a
-    preset.
+    Errors order the settings of one preset in one layer. They tell neither layers nor presets apart: the same
+    error raises the KL more in some layers than in others, and `s2o` has the smallest error and the highest KL at
+    answers. So the logarithm of a KL is modelled as a sum: a number for the unit, one for the preset, a multiple
+    of the logarithm of the error, and a constant. Noise changes it by a factor of e. If nothing were known, all
+    numbers but the constant would be 0, and the multiple 2, give or take 1. The model is fitted by Bayesian linear
+    regression: least squares over the known losses with one more row for each number. The variance of an estimate
+    is that of the noise plus that of the fit. So hope is greatest where least is known of a unit or a preset.
 
     Args:
         known: losses of some units and candidates, at least one.
@@ -117,9 +116,9 @@ _NOTHING = 1e-4  # of a budget; losses below are not told apart
 class GuidedChoice:
     """The cheapest plan under budgets, when there are many candidates and running the model with each takes long.
 
-    A plan is chosen as if guesses of losses were true. The model is run with those of its candidates that it was
-    not run with, guesses are made anew, and so on, until they promise hardly more than what is known. What is
-    chosen at last was measured.
+    A plan is chosen as if guesses of losses were true. The network is run with the candidates of that choice that
+    were not run yet, and the estimates are updated. This repeats until the estimates promise little more than the
+    known losses. What is chosen at last was measured.
 
     Args:
         dense: what dense attention costs in each unit.

@@ -82,7 +82,7 @@ class Journal:
             about: everything that the measurements depend on.
 
         Raises:
-            TuneError: the file is no journal, or that of a run about something else.
+            TuneError: the file is not a journal, or belongs to a run with other settings.
         """
         header = json.loads(json.dumps({"about": about}))  # as it will be read back
         try:

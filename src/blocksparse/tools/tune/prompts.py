@@ -35,7 +35,7 @@ class TunePrompt:
 
     Args:
         ids: `[1, N]` int64, at least 2.
-        answers: the tokens from a start up to, not including, a stop, for each answer; none if there is no answer.
+        answers: the tokens from a start up to, not including, a stop, for each answer; none without an answer.
 
     Raises:
         TuneError: `ids` has another shape or dtype, or an answer is not inside it after two tokens or more.
@@ -151,7 +151,7 @@ def prompts_from_file(tokenizer: Any, path: Path) -> list[TunePrompt]:
     """One prompt for each line of a file, as JSON: `{"prompt": "...", "answer": "..."}`; "answer" may be left out.
 
     Raises:
-        TuneError: the file cannot be read, or a line is no such object.
+        TuneError: the file cannot be read, or a line is not such an object.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -21,14 +21,14 @@ from blocksparse.tools.tune.prompts import TunePrompt
 @final
 @frozen
 class Loss:
-    """What a prompt loses against dense attention."""
+    """KL and accuracy drop of a prompt against dense attention."""
 
     text: float  # KL of next-token distributions in nats, mean over positions of the text
     answers: float  # the same over the tokens of answers; 0 if there are none
     found: int  # answers of which every token is the likeliest one
 
     def less(self, noise: Loss) -> tuple[float, float]:
-        """Both KLs less those of another kernel that keeps everything; what is left is at least 0."""
+        """Both KLs less those of another kernel that keeps everything; the result is at least 0."""
         return max(0.0, self.text - noise.text), max(0.0, self.answers - noise.answers)
 
 
@@ -163,7 +163,7 @@ def _again(output: Any, *_: Any, **__: Any) -> Any:
 
 
 def _logits(network: Any, prompt: TunePrompt, at: Tensor) -> Tensor:
-    """`[P, V]` fp32. There is no cache, because layers that are left out would not write to it."""
+    """`[P, V]` fp32. No cache is used, because layers that are left out would not write to it."""
     logits: Tensor = network(prompt.ids, use_cache=False, logits_to_keep=at).logits
     return logits[0].float()
 

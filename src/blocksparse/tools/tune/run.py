@@ -113,7 +113,7 @@ def tune(
             that suffices here may not in longer prompts.
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
         batch: how many prompts a call will have; times are those of such calls.
-        head_groups: into how many groups the KV heads of each layer are split; each gets a choice of its own.
+        head_groups: into how many groups the KV heads of each layer are split; each gets its own choice.
         positions: at how many positions of a prompt's text predictions are compared.
         report: is called with the progress.
 

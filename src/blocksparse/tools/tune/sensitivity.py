@@ -159,7 +159,7 @@ class Bench:
         return {(unit, name): self.journal[key(unit, name)] for unit, some in names.items() for name in some}
 
     def losses(self, number: int, prompt: TunePrompt, unit: Unit, candidate: Candidate) -> tuple[float, float]:
-        """What one unit loses over the text and at answers with this candidate while all else is dense.
+        """KL of one unit over the text and at answers with this candidate while all else is dense.
 
         What is lost with every block kept, to another kernel, is subtracted.
 

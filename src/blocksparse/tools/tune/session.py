@@ -105,7 +105,7 @@ class Session:
         return list(self.units[:: max(1, len(self.units) // _TIMED_UNITS)][:_TIMED_UNITS])
 
     def verified(self, names: Sequence[str], candidates: Mapping[str, Candidate], costs: Costs) -> Try:
-        """What a plan, named unit by unit, truly loses on held prompts."""
+        """Measured KL on held prompts of a plan, named unit by unit."""
         found = self.verifier.of("\n".join(names), self._layers(names, candidates))
         noise = self.verifier.noise({unit.layer for unit in self.units})
         answers, dense_found = self.verifier.answers(), self.verifier.dense_found()

@@ -1,4 +1,4 @@
-"""What a whole plan really loses, on prompts that it was not tuned on, and the budgets to try next."""
+"""The measured KL of a whole plan, on prompts that it was not tuned on, and the budgets to try next."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ class Search:
     _fails: float = float("inf")  # the least that was not
 
     def fits(self, true: float) -> bool:
-        """Whether a plan that truly loses so much keeps the budget."""
+        """Whether a plan with this measured KL is within the budget."""
         return true <= self.budget
 
     def saw(self, true: float, *, others_fit: bool) -> None:
-        """Learn what the plan for `budget * factor` truly loses.
+        """Take into account the measured KL of the plan for `budget * factor`.
 
         If it keeps this budget but not another one, nothing is learnt: a plan that keeps the other one, too, will
         lose more or less of this.
@@ -129,7 +129,7 @@ def plan_that_fits(
     """The cheapest of the verified plans that keep the budgets of text and answers, its figures, and all tries.
 
     At every length a plan must also find the answers that dense attention finds, less 2 % of them or one. A plan
-    that does not counts as one that loses a quarter more at answers than the budget.
+    that does not counts as one whose KL at answers is a quarter above the budget.
 
     Losses of single layers do not add up exactly, so budgets for the solver are tightened, or loosened, and the
     plan is chosen and measured again, `rounds` times. If none of these plans fits, this goes on for a few more; at
