@@ -1,4 +1,4 @@
-"""The presets: one function for each paper and `auto`, each in its file, and a dict of all."""
+"""The presets: one function for each paper and `auto`, and a dict of all."""
 
 from __future__ import annotations
 
