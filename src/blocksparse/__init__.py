@@ -27,6 +27,7 @@ from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
 from blocksparse.layers.paged_pipeline import PagedPipeline
 from blocksparse.layers.schedule import Schedule
 from blocksparse.layers.sdpa import scaled_dot_product_attention
+from blocksparse.order.content_orders import KMeansOrder, SegmentKeySort, SegmentQuerySort
 from blocksparse.order.global_index_map import GlobalIndexMap
 from blocksparse.order.grid_orders import (
     ColumnOrder,
@@ -37,9 +38,7 @@ from blocksparse.order.grid_orders import (
     TileOrder,
     TimeOrder,
 )
-from blocksparse.order.kmeans_order import KMeansOrder
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permutation, Permuter
-from blocksparse.order.segment_sort import SegmentKeySort, SegmentQuerySort
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.auto import AutoChoice, Quality, auto
 from blocksparse.presets.text import (

@@ -8,8 +8,8 @@ from tests.papers.golden_cases import load
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.order import segment_sort as segment_query_sort
-from blocksparse.order.segment_sort import SegmentQuerySort
+from blocksparse.order import content_orders as segment_query_sort
+from blocksparse.order.content_orders import SegmentQuerySort
 from blocksparse.presets.text import pbs_attn_plus
 from blocksparse.score.cells import AntidiagonalScorer
 from blocksparse.testing import make_qkv, masked_attention

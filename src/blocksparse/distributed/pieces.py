@@ -19,8 +19,8 @@ from torch import Tensor
 
 from blocksparse.distributed.ranks import Call, Ranks
 from blocksparse.grid import Grid
+from blocksparse.order.content_orders import SegmentKeySort, SegmentQuerySort
 from blocksparse.order.permutation import GlobalPermutation, Permuter
-from blocksparse.order.segment_sort import SegmentKeySort, SegmentQuerySort
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec
 

@@ -44,9 +44,9 @@ from blocksparse.execute.gather import GatherExecutor
 from blocksparse.execute.remainder import RemainderExecutor
 from blocksparse.execute.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.layers.schedule import Schedule
+from blocksparse.order.content_orders import SegmentKeySort
 from blocksparse.order.global_index_map import GlobalIndexMap
 from blocksparse.order.permutation import Identity, Permutation
-from blocksparse.order.segment_sort import SegmentKeySort
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.score.cells import AntidiagonalScorer, FlattenMaxPoolScorer, Pattern, QueryRowsScorer

@@ -19,8 +19,8 @@ from blocksparse.check.validators import a, block_size, count, flag, multiple, o
 from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.executor import Executor
 from blocksparse.execute.remainder import RemainderExecutor
+from blocksparse.order.content_orders import KMeansOrder
 from blocksparse.order.grid_orders import TileOrder
-from blocksparse.order.kmeans_order import KMeansOrder
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
