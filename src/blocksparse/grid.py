@@ -21,11 +21,11 @@ from blocksparse.spec import AttentionSpec
 class Grid:
     """Rows of `q_block` query slots by columns of `k_block` key slots.
 
-    When causal, the queries are the last `q_len` of `k_len` positions, and a query at position `p` sees the keys
-    at `k <= p`; with a sliding window only those at `p - window < k <= p`. Rows are cut where those of the *whole*
-    prompt are: when a chunk starts inside a block, the first `q_lead` places of row 0 are empty, so that a row
-    means the same queries however the prompt is chunked. `reachable`, `full` and `diagonal` follow from the first
-    and the last original position of each block alone, for any permutation.
+    When causal, the queries are the last `q_len` of `k_len` positions. A query at position `p` sees the keys at `k
+    <= p`, with a sliding window only those at `p - window < k <= p`. Rows are cut where those of the *whole*
+    prompt are. When a chunk starts inside a block, the first `q_lead` slots of row 0 are empty. So a row means the
+    same queries however the prompt is chunked. `reachable`, `full` and `diagonal` follow from the first and the
+    last original position of each block alone, for any permutation.
 
     A grid belongs to one permutation and holds it, so that scores, masks and executors can compare theirs.
     """
@@ -69,8 +69,8 @@ class Grid:
         A window of at least N tokens hides nothing, and the grid is that without one.
 
         Raises:
-            ValueError: `permutation` does not fit these q and k, its query groups are not whole numbers of query
-                blocks, or the grid is causal and there are more queries than keys.
+            ValueError: `permutation` does not fit these q and k, or its query groups are not whole numbers of
+                query blocks. Or the grid is causal with more queries than keys.
         """
         (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
         causal = spec.causal
@@ -114,8 +114,8 @@ class Grid:
         """Refuse a grid that was cut from another permutation, or for another call than this.
 
         Raises:
-            ValueError: the grid is not over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in this permutation, or
-                not of a call that is causal, or has a window, as this one.
+            ValueError: the grid was made for other sizes than those of `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N,
+                D]`. Or it was made for another permutation, or for a call with another `causal` or `window`.
         """
         mine = self._over
         (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape

@@ -34,7 +34,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)
 
     A pipeline is its own configuration: its repr is the Python expression that makes it, and pipelines of equal
-    stages are equal. torch.compile sees a call as one node of the graph.
+    stages are equal. To `torch.compile` a call is one node of the graph.
 
     Args:
         repeats: whether a call on a GPU may repeat the launches of an earlier one with the same sizes, and run no
@@ -120,8 +120,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             history: what earlier chunks of this prompt, or of each of the `sequences`, left for later ones; the
                 result is the same without. A call that attends densely leaves it as it is. torch.compile takes
                 none.
-            out: what the output of one prompt is written to and returned as, `[B, Hq, M, Dv]`, a part of a tensor
-                perhaps; a new tensor if None. torch.compile takes none.
+            out: the tensor `[B, Hq, M, Dv]` that the output of one prompt is written to, and that is returned. It
+                may be a part of a larger tensor. A new tensor if None; under torch.compile it must be None.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs.

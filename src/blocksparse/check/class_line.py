@@ -1,8 +1,9 @@
 """What stages declare in their classes: the types that they take and give, and where queries may be cut.
 
-The "class line" of a stage is the first line of its class, with the type parameters of its role:
-`class TopCdf(Selector[BlockMass, BlockMask])` needs a `BlockMass` and gives a `BlockMask`. mypy checks these
-types before anything runs. A pipeline checks them when it is made, and checks the values when it is called.
+The "class line" of a stage is the first line of its class, with the type parameters of its role. `class
+TopCdf(Selector[BlockMass, BlockMask])` needs a `BlockMass` and gives a `BlockMask`. Type checkers such as mypy
+check these types before anything runs. A pipeline checks them when it is made, and checks the values when it is
+called.
 """
 
 from __future__ import annotations

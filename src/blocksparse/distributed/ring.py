@@ -42,13 +42,13 @@ class Ring(SequenceScheme):
 
     Keys and values go round (arXiv 2310.01889), outputs are merged by their lse, and no rank ever holds the values
     of others than two ranks. A mask of the whole call needs the scores of all keys before any block is chosen. So
-    blocks are chosen first, from the keys of one KV head after another, gathered and dropped: a rank holds the
-    `2 N D` numbers of two heads meanwhile, and keys travel twice.
+    blocks are chosen first, with the keys of one KV head at a time, gathered and then dropped. Meanwhile a rank
+    holds the `2 N D` numbers of two heads, and keys travel twice.
 
-    It takes the pipelines that `AllGatherKV` takes, if keys stay in place or inside segments (`SegmentKeySort`),
-    if a row's blocks do not depend on one another (no early stop), and if the executor gives an lse. A call has no
-    sinks. A ring never attends densely. Keys, too, must be cut at multiples of the tokens by which the pipeline
-    chooses.
+    It takes the pipelines that `AllGatherKV` takes, with three conditions. Keys stay in place or inside segments
+    (`SegmentKeySort`). The blocks of a row do not depend on one another, so an early stop is refused. The executor
+    gives an lse. A call has no sinks. A ring never attends densely. Keys, too, must be cut at multiples of the
+    tokens by which the pipeline chooses.
 
     Args:
         attention: a pipeline.
@@ -227,7 +227,7 @@ class AllGatherKV(SequenceScheme):
         attention: a pipeline.
         mesh: a DeviceMesh.
         dim: the name of the dimension of the mesh over which sequences are spread.
-        head_tail: of `2 n` pieces of a sequence, rank `r` of `n` has pieces `r` and `2 n - 1 - r`, which balances
+        head_tail: of `2 n` pieces of a sequence, rank `r` of `n` has pieces `r` and `2 n - 1 - r`. This balances
             causal calls, in which late queries have more work. By default rank `r` has the piece `r` of `n`.
     """
 

@@ -29,12 +29,12 @@ from blocksparse.spec import Asked
 class Ulysses(Scheme):
     """Every rank attends in some heads to whole sequences (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-    An all-to-all turns the ranks' shards of sequences into whole sequences of a share of the heads; attention runs
-    there unchanged, with any pipeline that chooses in each KV head by itself; another all-to-all turns its output
+    An all-to-all turns the ranks' shards of sequences into whole sequences of a share of the heads. Attention runs
+    there unchanged, with any pipeline that chooses in each KV head by itself. Another all-to-all turns its output
     back. Shards are consecutive tokens in the order of ranks, and may be of unequal lengths.
 
-    The ranks must divide the KV heads. If there are more ranks than KV heads, they must be a multiple of them and
-    divide the query heads; a KV head is then copied to each rank that has some of its query heads.
+    The ranks must divide the KV heads. With more ranks than KV heads, the ranks must be a multiple of the KV heads
+    and divide the query heads. A KV head is then copied to each rank that has some of its query heads.
 
         Ulysses(pbs_attn(0.9), init_device_mesh("cuda", (8,), mesh_dim_names=("heads",)), "heads")
 
@@ -44,8 +44,8 @@ class Ulysses(Scheme):
         dim: the name of the dimension of the mesh over which heads are spread.
         density: the density of each query head, as `measured` gives it, by which heads are spread so that ranks
             have equally many heads and much the same work. Equal densities if None. All ranks must give the same.
-        parts: in how many parts a rank attends to its KV heads, one after another, so that the heads of the next
-            part travel meanwhile, and so do outputs; at most as many as it has KV heads.
+        parts: in how many parts a rank attends to its KV heads, one after another; at most as many as it has KV
+            heads. The heads of the next part travel meanwhile, and so do outputs.
     """
 
     density: PerHead | None = field(

@@ -97,25 +97,25 @@ _operations = Rule("a number of floating-point operations from 0 to 1e30", is_re
 class AutoExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
     """Takes `CpuExecutor` on a CPU, on a GPU `TritonExecutor` or else `FlexExecutor`, and elsewhere the reference.
 
-    It never rounds to 8 bits: name `Int8Executor` for that. `choose` says which executor runs and why, and so does
-    the log: as a warning where it is the reference, which is slow, and else of calls that do not repeat an earlier
-    one.
+    It never rounds to 8 bits: name `Int8Executor` for that. `choose` returns the executor that runs and the
+    reason. The log has them too, for each call that does not repeat an earlier one. It has a warning if the
+    executor is the reference, which is slow.
 
     A pipeline with it attends densely where dense attention is little work, since selecting blocks would cost more
-    time than it saves. Work is the floating-point operations of the two products of dense attention,
-    `2 B Hq pairs (D + Dv)`, where `pairs` is M N, and `M (2N - M + 1) / 2` when causal. They count up to twice
-    where there are fewer tiles of 128 queries than multiprocessors. So of a prompt that is read in chunks the
-    first ones may be dense and later ones not, and a few heads of a model that is split over GPUs may be dense
-    where all of its heads would not be. A mask that keeps everything, as the number of tokens alone says, is dense
-    attention too, whatever the work and `dense_below`: it is the same attention.
+    time than it saves. Work is the floating-point operations of the two products of dense attention, `2 B Hq pairs
+    (D + Dv)`. There `pairs` is M N, and `M (2N - M + 1) / 2` when causal. They count up to twice where there are
+    fewer tiles of 128 queries than multiprocessors. So the first chunks of a prompt may be dense and later ones
+    sparse. A few heads of a model that is split over GPUs may be dense where all its heads on one GPU would be
+    sparse. If the number of tokens alone shows that a mask keeps everything, the call is dense too, whatever the
+    work and `dense_below`.
 
     Args:
         dense_below: floating-point operations, below which a call is dense; with 0 no call has that little work.
             None, the default, is 2e11 in fp16 and bf16, as measured on an H100 for calls that repeat an earlier
-            one (32 heads of dim 128 do as many with 5K tokens, 4 heads with 14K), and 6e10 in fp32, estimated
-            from its lower rate. Other GPUs take the same numbers until they are measured: `python -m
-            benchmarks.run crossover`. On a CPU None is never dense: where blocks begin to pay there depends on its
-            cores and the dtype (docs/evidence/cpu.md has two), and `blocksparse bench` finds the length.
+            one. That is 5K tokens with 32 heads of dim 128, or 14K tokens with 4 heads. In fp32 the default is
+            6e10, estimated from its lower rate. Other GPUs take the same numbers until they are measured: `python
+            -m benchmarks.run crossover`. On a CPU None is never dense: where blocks begin to pay there depends on
+            its cores and the dtype (docs/evidence/cpu.md has two), and `blocksparse bench` finds the length.
 
     Raises:
         TypeError, ValueError: `dense_below` is not a number of operations.

@@ -43,16 +43,16 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
     sums in fp32, and multiplies bf16 as it is where the CPU can. The number of threads changes no bit of its
     output. `runs_by` says whether it is in use, and `blocksparse build` compiles it beforehand.
 
-    For float64, and where nothing can be compiled, which the log says once, keys are gathered for rows of blocks,
-    and attended to by PyTorch's flash kernel. A row attends to keys in three parts, which are merged by their
-    lse: to its own tokens, in plain products if some of these are dropped or stand in another order; to blocks
-    before them that the other heads with the same keys in the same order keep as well, together with these, and
-    with neighbouring rows where all these have few queries; and to what else it keeps. With a sliding window
-    there is a fourth part, keys that only the first queries of a row still see, in plain products. It takes any
-    permutation, dtype and head dim, and holds the keys of a few rows at a time. It computes in fp32 or better;
-    where the CPU has matrix units for bf16 (Intel's AMX), bf16 is multiplied as it is, as dense attention does
-    there, and summed in fp32. The flash kernel knows no softcap, so that with one all products are plain, which
-    takes longer.
+    For float64, and where nothing can be compiled (logged once), keys are gathered for rows of blocks, and
+    PyTorch's flash kernel attends to them. A row attends to keys in three parts, which are merged by their lse.
+    The first part is its own tokens, in plain products if some of them are dropped or stand in another order. The
+    second part is earlier blocks that the other heads with the same keys in the same order keep as well. These
+    heads run together, and with few queries neighbouring rows do too. The third part is the other blocks that the
+    row keeps. With a sliding window there is a fourth part: keys that only the first queries of a row still see,
+    in plain products. It takes any permutation, dtype and head dim, and holds the keys of a few rows at a time. It
+    computes in fp32 or better. Where the CPU has matrix units for bf16 (Intel's AMX), bf16 is multiplied as it is
+    and summed in fp32, as in dense attention there. The flash kernel knows no softcap, so that with one all
+    products are plain, which takes longer.
     """
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
@@ -218,8 +218,8 @@ class _Rows:
     def _counts(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Number of remaining keys before the first query of each row, and after it, `[R]`.
 
-        Keys after the last query of a row do not count. With a window, keys before the first query that it hides
-        from the last one are counted apart, in a third tensor, and those that it hides from all are not counted.
+        Keys after the last query of a row do not count. With a window, a third tensor counts the keys before the
+        first query that the window hides from the last query. Keys that it hides from all queries are not counted.
         """
         partial, k_block = self.rest_count - self.full_count, self.k_at.shape[1]
         before, own = self.full_count * k_block, torch.zeros_like(partial)

@@ -46,13 +46,13 @@ def dense_attention(
     When causal, the queries are the last M of the N tokens. It runs cuDNN if that can run, else FlashAttention-2,
     else the memory-efficient kernel, and if PyTorch has no kernel, plain products of a few queries at a time. So
     memory grows with M + N, not with M N, for every dtype, number of heads and head dim. PyTorch's own choice is
-    not used, because its order can be changed only for the whole process, and because it holds all weights if no
+    not used for two reasons. Its order can be changed only for the whole process, and it holds all weights if no
     kernel takes the inputs as they are. On a CPU it runs the compiled kernel of `CpuExecutor` where that is faster
     than PyTorch's. Backends that the caller switched off (`sdpa_kernel`, `torch.backends.cuda`) are not run.
 
-    PyTorch's kernels know no sliding window, no softcap and no sinks. So a window that hides something, and either
-    of the others, takes the executor of `AutoExecutor`, with every block that a query sees: its time grows with M
-    times the window.
+    PyTorch's kernels know no sliding window, no softcap and no sinks. So calls with a softcap, with sinks, or with
+    a window that hides something run the executor of `AutoExecutor`, with every block that a query sees. The time
+    of a window grows with M times its tokens.
 
     Args:
         because: what the log says of the reason.

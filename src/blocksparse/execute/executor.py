@@ -130,10 +130,10 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
             hint: a sentence that ends the error message if `unsupported` gives reasons.
 
         Raises:
-            TypeError: the permutation or the mask is not of the type that the executor's class declares, or q, k
-                and v do not have one of the dtypes that pipelines take, the same for all three.
-            ValueError: the mask was not made for these tensors and this spec, q, k and v do not fit each other,
-                `out` cannot hold the output, one of them requires a gradient or has a tangent, or `unsupported`
+            TypeError: the permutation or the mask is not of the type that the executor's class declares. Or q, k
+                and v have different dtypes, or one that pipelines do not take.
+            ValueError: the mask was not made for these tensors and this spec, q, k and v do not fit each other, or
+                `out` cannot hold the output. Or one of them requires a gradient or has a tangent, or `unsupported`
                 gives reasons.
         """
         check_got(self, Executor, 1, mask)

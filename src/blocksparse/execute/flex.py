@@ -194,8 +194,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def to_flex(mask: BlockMask) -> FlexBlockMask:
     """FlexAttention's `BlockMask` for queries padded in front by `grid.q_lead` and keys in slot order.
 
-    Uncompiled FlexAttention ignores block lists and looks only at `mask_mod`, so `mask_mod` says it all: the
-    block is kept, and the key stands at or before the query, and inside of its window.
+    Uncompiled FlexAttention ignores block lists and looks only at `mask_mod`. So `mask_mod` has all conditions:
+    the block is kept, and the key stands at or before the query, and inside its window.
 
     Raises:
         ValueError: rows of the mask have different key orders.

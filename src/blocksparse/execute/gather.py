@@ -34,15 +34,15 @@ _HINT = "Choose another preset for such a layer, or use ReferenceExecutor()."
 class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     """Visit a row's kept blocks by rank and stop when they add little (S2O, algorithms 2 and 3).
 
-    Blocks of a negative rank are visited first and in any case. After each later block, a query is satisfied if
-    the gain of that block, by which the query's softmax denominator grew, is less than the share `tau` of the
-    denominator before it, both relative to the same running maximum. A row of blocks stops when its queries are
-    satisfied. The output is attention over exactly the blocks that it reports as `visited`.
+    Blocks of a negative rank are visited first and in any case. The gain of a later block is what it adds to a
+    query's softmax denominator. The query is satisfied if the gain is less than the share `tau` of the denominator
+    before it, both relative to the same running maximum. A row of blocks stops when its queries are satisfied. The
+    output is attention over exactly the blocks that it reports as `visited`.
 
     Tokens are loaded through the index map and never moved, so each query group may have its own map. On a GPU a
     Triton kernel runs (fp16, bf16, fp32; query blocks up to 128). Hopper has its own kernel for half precision,
-    head dims 64 and 128, query blocks of 64 or 128, key blocks of 32, 64 or a multiple of the query block, and
-    `commit=True`. CPU tensors and float64 take plain torch. All of these visit the same blocks.
+    head dims 64 and 128, and `commit=True`. It takes query blocks of 64 or 128, and key blocks of 32, 64 or a
+    multiple of the query block. CPU tensors and float64 take plain torch. All of these visit the same blocks.
 
     Args:
         tau: bound of the gain, a number or one per query head; with 0 no row stops early. The paper prints no

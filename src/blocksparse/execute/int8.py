@@ -120,11 +120,11 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
     """Block-sparse attention with int8 queries and keys and fp8 values, in one kernel.
 
     This is SageAttention's arithmetic (SpargeAttn 3.5). Hopper GPUs (compute capability 9.0) have a dedicated
-    kernel for fp16 and bf16, head dims 64 and 128 and blocks that are multiples of 64. There queries and keys
-    are rotated by a Hadamard matrix first, which does not change their products and makes their entries more even;
-    and in blocks without a masked pair, each tile of keys has four scales, one for each group of columns that a
-    thread of a matrix product holds. Everything else takes the portable kernel, in which each query, key and value
-    has one scale. In both no bit of a row depends on later tokens. Errors: docs/reference/numerics.md.
+    kernel for fp16 and bf16, head dims 64 and 128 and blocks that are multiples of 64. There queries and keys are
+    rotated by a Hadamard matrix first, which does not change their products and makes their entries more even. In
+    blocks without a masked pair, each tile of keys has four scales, one for each group of columns that a thread of
+    a matrix product holds. Everything else takes the portable kernel, in which each query, key and value has one
+    scale. In both no bit of a row depends on later tokens. Errors: docs/reference/numerics.md.
 
     Args:
         fp8_pv: round weights and values to fp8 (e4m3), which needs an NVIDIA GPU from Ada on. `False` leaves both
@@ -133,7 +133,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             causal, the mean is that of the first tokens, at most 128, and queries that do not see all of these
             read keys that are not smoothed.
         scales: "token" as above. "block" has one scale for the queries, and one for the keys, of each block of the
-            mask, as SageAttention and SpargeAttn do, always in the portable kernel; later tokens of the same
+            mask, as in SageAttention and SpargeAttn. It always runs the portable kernel. Later tokens of the same
             block then change the rounding of a row, but not its keys.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as in `TritonExecutor`.
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.

@@ -27,9 +27,9 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
     """Exact attention over kept blocks by `inner`, and dropped blocks through their mean keys and values.
 
     A block of `n` keys that is not kept enters the softmax of a query as `n` keys that are their mean, with the
-    mean value. Only blocks that every query of their row sees whole do, so that no query learns of a later key; of
-    the others, and of those that a sliding window cuts, nothing is taken. `out` and `lse` contain this remainder;
-    `visited` and `visited_lse` are of what `inner` computed exactly.
+    mean value. Only blocks that every query of their row sees whole do, so no query depends on a later key. Other
+    dropped blocks, and those that a sliding window cuts, contribute nothing. `out` and `lse` contain this
+    remainder; `visited` and `visited_lse` are of what `inner` computed exactly.
 
     On a small language model it lowered the KL from dense attention by 3 to 10 % with selection by mass, and
     raised it with small fixed budgets. Every query attends to every mean key: on a GPU in dedicated kernels after

@@ -31,16 +31,17 @@ _HINT = "Use AutoExecutor(), which leaves out no tiles."
 class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
     """Leave out tiles of keys whose weights are below `scale_factor / N` of the greatest met so far (2512.12087).
 
-    A query leaves out a tile of a block that it sees whole if the tile's greatest logit lies more than
-    `ln(N / scale_factor)` below the greatest one that it met before; `N` is the number of keys of the call. Each
-    query decides for itself. If `m` keys are left out, at most the share `m scale_factor / N` of the query's mass
-    is lost. Prompts of up to `scale_factor` keys are attended exactly. `visited` of the output, and so
+    A query leaves out a tile if the tile's greatest logit lies more than `ln(N / scale_factor)` below the greatest
+    one so far. `N` is the number of keys of the call. This applies to blocks that the query sees whole. Each query
+    decides for itself. If `m` keys are left out, at most the share `m scale_factor / N` of the query's mass is
+    lost. Prompts of up to `scale_factor` keys are attended exactly. `visited` of the output, and so
     `trace.density()`, says which blocks some query of their row did not leave out. On a GPU it is found when it is
     asked for, in plain torch, which is many times slower than the call; a `DensityRecorder` asks in every call.
 
     On a GPU it is `TritonExecutor(pv_skip=...)`, which computes the logits of every tile, and saves the rest of
-    the work of those that all queries of a tile leave out. On a CPU the compiled kernel does the same, for blocks
-    of up to 128 tokens, key blocks of 32, 64, 96 or 128; else it is plain torch, which saves nothing.
+    the work of those that all queries of a tile leave out. On a CPU the compiled kernel does the same, for query
+    blocks of up to 128 tokens and key blocks of 32, 64, 96 or 128. Other blocks run in plain torch, which saves
+    nothing.
 
     Args:
         scale_factor: the threshold at one key, above 0; 1000 in TensorRT-LLM's examples, 5000 for video.

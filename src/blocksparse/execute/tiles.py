@@ -117,9 +117,9 @@ class HopperTiles:
     def needed(self, D: int, Dv: int, q_buffers: int, out_parts: int, qk_bytes: int, pv_bytes: int) -> int:
         """Bytes of shared memory of `per_sm` programs.
 
-        Each holds, with padded head dims: the buffers of queries; `num_stages` tiles of keys and as many of
-        values; a part of a tile of output, 2 bytes a number; with 8-bit operands their scales as well; and 1280
-        bytes for barriers, the queue's words and what CUDA reserves.
+        Each holds the buffers of queries, `num_stages` tiles of keys and as many of values, with padded head dims.
+        It also holds a part of a tile of output, 2 bytes a number. With 8-bit operands their scales come on top.
+        Barriers, the queue's words and what CUDA reserves take 1280 bytes.
         """
         of_keys, of_values = padded_keys(D), padded_values(Dv)
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
@@ -134,9 +134,9 @@ class HopperTiles:
     def too_many(self, q: Tensor, q_block: int, cols: int) -> list[str]:
         """A reason if a count does not fit the bits that `hopper/queue.py` has for it.
 
-        The queue's word (`word_of`) is an int64: 24 bits for the number of a tile of queries among all
-        `B * Hq * rows`, 20 for the number of full blocks in a row's list, and the upper 20 for partial blocks.
-        The word's sign bit must stay 0, because -1 marks the end of the queue, so partial blocks have 19 bits. All
+        The queue's word (`word_of`) is an int64. It has 24 bits for the number of a tile of queries among all `B *
+        Hq * rows`. Then come 20 bits for the number of full blocks in a row's list, and 20 for partial blocks. The
+        word's sign bit must stay 0, because -1 marks the end of the queue, so partial blocks have 19 bits. All
         `cols` key blocks of a row may be partial, so `cols < 2^19`. A second int64, the tile's place
         (`packed_place`), has 16 bits each for batch entry, query head, KV head and the tile's number in its head.
         The batch entry stands at the top, where the sign bit must stay 0, and so has 15.
@@ -248,8 +248,8 @@ def portable(
 ) -> TritonTiles:
     """The largest tiles for the portable kernel that divide the blocks and fit on chip.
 
-    An entry of queries and keys has `itemsize` bytes, one of values `value_bytes`, as many by default, and one of
-    the output `out_bytes`, as many as one of values by default.
+    An entry of queries and keys has `itemsize` bytes. One of values has `value_bytes`, by default as many. One of
+    the output has `out_bytes`, by default as many as one of values.
     """
     padded, value_bytes = max(power_of_2(head_dim), 32), value_bytes or itemsize
     out_bytes = out_bytes or value_bytes

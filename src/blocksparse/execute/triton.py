@@ -39,7 +39,7 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
     It takes fp16, bf16 and fp32, head dims up to 256 (padded to a power of two on chip) and grouped query heads
     without copies of keys. It runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and
     fp32). GPUs of compute capability 9.0 (Hopper) have their own kernel for half precision and head dims that are
-    multiples of 8, with sliding windows, attention sinks and softcaps up to 100.
+    multiples of 8. It takes sliding windows, attention sinks and softcaps up to 100.
 
     Args:
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.

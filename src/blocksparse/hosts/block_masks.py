@@ -130,8 +130,8 @@ def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
         entry: of the batch; these kernels have none.
 
     Raises:
-        ValueError: query heads of a group have different masks; or causality forbids pairs of a kept block, which
-            these kernels would attend to; or rows of the mask read keys in different orders.
+        ValueError: query heads of a group have different masks, or rows of the mask read keys in different orders.
+            Or causality forbids pairs of a kept block, which these kernels would attend to.
     """
     a(BlockMask).check(mask=mask)
     count.check(entry=entry)

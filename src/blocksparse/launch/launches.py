@@ -1,8 +1,8 @@
 """Launches that find their compiled kernel at once if there was one with such arguments before.
 
-`kernel[grid](...)` of Triton works out in every launch what the arguments specialise the kernel on, and looks
-the compiled kernel up by that. A call of a pipeline launches some ten kernels, and this took the host a third
-of the call's time. So the compiled kernel is remembered here, by all that Triton specialises on: the device,
+`kernel[grid](...)` of Triton works out in every launch what the arguments specialise the kernel on, and looks the
+compiled kernel up by that. A call of a pipeline launches some ten kernels, and this took the host a third of the
+call's time. So the compiled kernel is remembered here, by all that Triton specialises on. These are the device,
 each constant, each integer, and for tensors their dtype and whether they are aligned to 16 bytes. Switches of
 Triton (TRITON_DEBUG) that are set after a kernel's first launch do not reach it. On AMD's GPUs Triton also
 specialises on how large the memory under a tensor is; there it launches kernels by itself. A kernel runs on the

@@ -157,8 +157,9 @@ def repeated(run: Callable[..., Result], *args: Any) -> Result:
     later ones repeat it (`repetition.py`): the same launches on memory of the same sizes, so they give the same
     result. Where a recording meets what cannot be repeated, the call begins again, and runs as it is ever after.
     What is learned belongs to the value of which `run` is a method, so that equal ones learn together, and for as
-    long as the process runs. None is repeated where tensors need gradients or are of a subclass, in forward-mode
-    differentiation, under a mode that changes PyTorch's functions, while a graph is captured, and on AMD's GPUs.
+    long as the process runs. No call is repeated where tensors need gradients or are of a subclass, or in
+    forward-mode differentiation. Nor is one repeated under a mode that changes PyTorch's functions, while a graph
+    is captured, or on AMD's GPUs.
 
     Args:
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A method

@@ -1,11 +1,12 @@
 """One call's launches, noted down and made again on other tensors of the same sizes.
 
-What a pipeline does follows from the sizes, strides and dtypes of its inputs alone, and to decide it anew takes
-Python longer than a GPU takes for a short prompt. A `Recording` knows allocations, `zero_` and `copy_` within what
-was given or allocated, and launches of our own kernels, which tell it themselves. A call that does anything else
-with a tensor than to view it is not repeated. So an argument lies so many bytes behind the begin of memory that
-the call was given or allocated, its slot; or it was there before the call, as a weight was, and is taken itself.
-As it is known when each slot is first and last used, all but the result's are one allocation in a repetition.
+The launches of a pipeline follow from the sizes, strides and dtypes of its inputs alone. To decide them again
+takes Python longer than a GPU takes for a short prompt. A `Recording` knows allocations, `zero_` and `copy_`
+within what was given or allocated, and launches of our own kernels, which tell it themselves. A call that does
+anything else with a tensor than to view it is not repeated. So most arguments are recorded as an offset in bytes
+from the beginning of memory that the call was given or allocated, its slot. An argument that was there before the
+call, such as a weight, is recorded itself. As it is known when each slot is first and last used, all but the
+result's are one allocation in a repetition.
 """
 
 from __future__ import annotations

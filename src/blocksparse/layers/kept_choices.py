@@ -60,8 +60,8 @@ class KeptChoices:
     called more often than once in a step for one prompt, its second call takes what its second call chose.
 
     A choice is made anew when it is `every` steps old, for another pipeline, for tensors of other sizes, and when
-    the steps begin again. Kept are a byte per block and head of each mask, and the index maps of an order; of a
-    prompt that is gone, and of a choice that is too old, nothing is.
+    the steps begin again. The memory kept is a byte per block and head of each mask, and the index maps of an
+    order. Nothing is kept of a prompt that is gone, or of a choice that is too old.
 
     Args:
         every: for how many steps a choice is attended to, the step in which it is made included.
@@ -81,8 +81,8 @@ class KeptChoices:
 
         Args:
             prompt: a tensor that the host passes in every step of one run, or of one half of its guidance, and in
-                no other. If None, the calls of a step are counted instead, and a run that begins where the last
-                one was stopped, or nearer to the picture, cannot be told from it.
+                no other. If None, the calls of a step are counted instead. A run that begins where the last one
+                was stopped, or nearer to the picture, then counts as its continuation.
         """
         if step < self._step:
             self._kept.clear()

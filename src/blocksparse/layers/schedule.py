@@ -136,8 +136,8 @@ class Schedule:
         """What attends in each layer of a model that has `layers` layers.
 
         Raises:
-            TypeError, ValueError: `layers` is not a whole number, at least 1; the model has no such layer as one
-                that is named; or a layer is named twice, once from either end.
+            TypeError, ValueError: `layers` is not a whole number, at least 1. Or the schedule names a layer that
+                the model does not have, or names one twice, once from either end.
         """
         size.check(layers=layers)
         named = {**self.layers, **dict.fromkeys(self.dense)}

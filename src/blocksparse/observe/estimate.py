@@ -31,7 +31,7 @@ class Estimate:
 def ratio(numerator: Tensor, denominator: Tensor, *, confidence: float) -> Estimate:
     """`sum(numerator) / sum(denominator)` of a population, from `n` random members of it.
 
-    The interval is Student's, for the mean of the linearised ratio, with Hall's transformation: a few queries have
+    The interval is Student's, for the mean of the linearised ratio, with Hall's transformation. A few queries have
     most of the error, and the plain interval of so skewed a sample ends too low. (P. Hall, On the removal of
     skewness by transformation, Journal of the Royal Statistical Society B 54, 1992.)
 
@@ -162,9 +162,9 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
     """Compare random queries of a call with dense attention, `[4, rows]` float64, without waiting for the device.
 
     The queries are cut into `rows` stretches of equal length, and each head of each entry of the batch draws its
-    own query from each stretch. Column `i` of the result has sums over the draws from stretch `i`: of the covered
-    mass, which is the share of the dense weights, sinks left out, that lies on visited pairs; the number of draws;
-    and `sum|o - o'|` and `sum|o'|` of the output `o` and dense attention's `o'`.
+    own query from each stretch. Column `i` of the result has four sums over the draws from stretch `i`. The first
+    is the covered mass, the share of the dense weights, sinks left out, that lies on visited pairs. The second is
+    the number of draws. The others are `sum|o - o'|` and `sum|o'|` of the output `o` and dense attention's `o'`.
 
     Heads draw for themselves, because queries that are hard are often hard for many heads: a sample of 64
     positions may miss them, but hardly in every head.

@@ -38,7 +38,7 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
         S: tokens per segment.
         probe: how many of the last queries the importance is measured with; PBS-Attn takes one block.
         per_query_head: make one order per query head, as the paper does. By default the query heads of a KV head
-            share one order, by their mean importance: one copy of the keys and values per KV head is then moved
+            share one order, by their mean importance. Then one copy of the keys and values is moved per KV head,
             instead of one per query head.
         causal_probe: let a probe query give weight only to keys that it may see. `False` does as the released
             code, in which it sees later keys too and the tail takes no part in the softmax.
@@ -81,12 +81,12 @@ _WORKSPACE = 2**28  # bytes of similarities that are held at a time
 class SegmentQuerySort(Permuter[GlobalPermutation]):
     """Sort queries inside each whole segment by their most similar keys (PBS-Attn, section 4.3).
 
-    A centroid is the mean key of a block. A query is assigned to the centroid with which its cosine is greatest,
-    and the queries of a segment are sorted by centroid, then by cosine, greatest first; ties keep their order. The
+    A centroid is the mean key of a block. A query is assigned to the centroid with which its cosine is greatest.
+    The queries of a segment are sorted by centroid, then by cosine, greatest first. Ties keep their order. The
     paper only says "greedily"; here any number of queries may be assigned to a centroid. When causal, a query
     chooses among the centroids of earlier segments, so that the order depends on no key of the same segment or
-    later; the blocks of the same segment are kept in any case. The first segment and the tail of `N mod S` tokens
-    keep their order. If a chunk holds a part of a segment, that part is sorted.
+    later. The blocks of the same segment are always kept. The first segment and the tail of `N mod S` tokens keep
+    their order. If a chunk holds a part of a segment, that part is sorted.
 
     Args:
         S: tokens per segment, a multiple of `block`. Segments are counted from position 0.

@@ -39,11 +39,11 @@ class GlobalIndexMap(Permuter[Permutation]):
         prefix: how many keys of earlier segments each map holds besides the `near` ones. They are the best ones,
             and the segment attends to no others. The paper keeps all (None here), which takes `N * N / S` indices
             per head.
-        coarse: choose and order the earlier keys without a full sort: scores are rounded to 256 even steps, which
-            lie between the greatest and the least score of every eighth key, and keys of one step stay in order
-            of position. The mean query is rounded to the dtype of the keys. This changes little, since an early
-            stop looks at whole blocks, and keys of one step have much the same weight. Queries are then sorted by
-            the upper bits of their products, in int32.
+        coarse: choose and order the earlier keys without a full sort. Scores are rounded to 256 even steps between
+            the greatest and the least score of every eighth key. Keys of one step stay in order of position. The
+            mean query is rounded to the dtype of the keys. This changes little, since an early stop looks at whole
+            blocks, and keys of one step have much the same weight. Queries are then sorted by the upper bits of
+            their products, in int32.
         per_query_head: make one order per query head, as the paper does, which has no grouped heads. `False` makes
             one order per KV head, from the mean query of its query heads, in maps that are smaller by the number
             of these heads.

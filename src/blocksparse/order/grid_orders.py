@@ -167,7 +167,7 @@ class TileOrder(GridOrder):
     """Order cells tile by tile. Tiles, and the cells inside each, go frame by frame and row by row.
 
     A tile at a far edge holds the cells that are left. A block of tokens is one tile only if a tile has as many
-    cells as a block and the tiles divide the grid; otherwise a block may hold parts of several tiles.
+    cells as a block and the tiles divide the grid. Otherwise a block may hold parts of several tiles.
 
     Args:
         tile: frames, rows and columns `(t, h, w)` of a tile; 4 x 4 x 4 cells make a block of 64.
@@ -189,7 +189,7 @@ class HilbertOrder(GridOrder):
     """Cells along a Hilbert curve: a block of tokens is a compact piece of the video (SpargeAttn, section 3.7).
 
     The curve is that of the smallest cube which contains the grid and whose side is a power of two; cells outside
-    the grid are left out. If the grid is such a cube, every step leads to a neighbour; in other grids a few steps
+    the grid are left out. If the grid is such a cube, every step leads to a neighbour. In other grids a few steps
     do not (1.5 % of those of 13 x 30 x 45). Axes of size 1 are ignored, so an image gets the curve of a square.
     """
 

@@ -43,9 +43,9 @@ class Permutation:
 
     Slot `j` of query group `g` reads key `k_index[b, h, g, j]`; `-1` marks an empty slot. A query group is `group`
     consecutive *original* positions, whose queries share one map. Groups are counted from position 0 of the keys,
-    so that a chunk is cut into the same groups as the whole prompt; its maps are those of the groups in which its
-    queries lie. Query slot `i` holds query `q_index[b, h, i]`. If an index is `None`, the keys or queries stay in
-    place, which costs nothing.
+    so that a chunk is cut into the same groups as the whole prompt. A chunk has the maps of the groups in which
+    its queries lie. Query slot `i` holds query `q_index[b, h, i]`. If an index is `None`, the keys or queries stay
+    in place, which costs nothing.
 
     Shapes and dtypes are checked when a permutation is made and when it is used with q and k. The contents are
     not, since they would have to be read back from a GPU; `check_contents` does that on request, and

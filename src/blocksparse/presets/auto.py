@@ -52,8 +52,8 @@ def auto(
 
     A causal call, as in language models, scores blocks of 128 tokens by XAttention's sums of cells of 16 x 16
     pairs. It keeps the blocks with a share of their row's mass (`RowShare`), a thin band, and all blocks of the
-    last 128 queries of the prompt: a call for a chunk of a prompt needs `remaining`. Another call, as in models of
-    images and video, takes `sparge`. `AutoExecutor` attends densely where that is little work, as for short
+    last 128 queries of the prompt. So a call for a chunk of a prompt needs `remaining`. Another call, as in models
+    of images and video, takes `sparge`. `AutoExecutor` attends densely where that is little work, as for short
     prompts on a GPU, and else takes the fastest executor of the device.
 
     Args:

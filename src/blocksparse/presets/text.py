@@ -83,8 +83,8 @@ def pbs_attn(
         block: tokens per block.
         S: tokens per segment, a multiple of `block`.
         per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
-        as_released: choose exactly as the authors' code does: there is an order per query head, it comes from a
-            probe that is not causal and ignores the tail, and the mean of a short tail block includes padding.
+        as_released: choose exactly as the authors' code does. There is an order per query head, from a probe that
+            is not causal and ignores the tail. The mean of a short tail block includes padding.
         executor: `AutoExecutor()` if None.
     """
     block_size.check(block=block)
@@ -195,9 +195,9 @@ def bfla(
         seed: seed of both rescues.
         per_token: divide the products of groups by their tokens, so that the softmax over blocks is not one-hot.
         coarse_rescue: apply band, sink and rescues to coarse blocks, as the released code does, not to tiles.
-        as_released: choose as the authors' code does for chunks that start at a block: band, sink and rescues work
-            on coarse blocks, rescues by linear hashes with rows counted from the start of the chunk; the band has
-            at least one block; and scores include padding.
+        as_released: choose as the authors' code does for chunks that start at a block. Band, sink and rescues work
+            on coarse blocks. Rescues use linear hashes, with rows counted from the start of the chunk. The band
+            has at least one block, and scores include padding.
         executor: `AutoExecutor()` if None.
 
     Raises:
@@ -252,8 +252,8 @@ def s2o(
     Earlier keys are sorted by their product with the mean query of the segment.
 
     Args:
-        tau: a row stops after a block that adds less than this share to its softmax denominators; a number, or
-            one per query head. 0.01 if None; the paper prints no value.
+        tau: a row stops after a block that adds less than this share to its softmax denominators. A number, or one
+            per query head. If None it is 0.01; the paper prints no value.
         S: tokens per segment, a multiple of `block`. Larger segments need fewer index maps, but a row's own
             segment is always computed, so the density cannot be lower than its share.
         block: tokens per block, on both sides; a row of blocks stops as a whole.
@@ -344,9 +344,9 @@ def flex_prefill(
         block: tokens per block, and queries in the probe.
         min_budget: the least number of tokens in the columns, and in the diagonals, of every head.
         max_budget: the greatest number of tokens in each, in heads that are not query-aware; None for no limit.
-        as_released: choose as the authors' code does: it keeps one block for every 128 tokens that it counts,
-            takes forced blocks out of the budget, keeps one diagonal of blocks per band, and in query-aware heads
-            drops the block with which the sum reaches `mass`.
+        as_released: choose as the authors' code does. It keeps one block for every 128 tokens that it counts, and
+            takes forced blocks out of the budget. It keeps one diagonal of blocks per band. In query-aware heads
+            it drops the block with which the sum reaches `mass`.
         executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
@@ -539,8 +539,8 @@ def prism(
         block: tokens per block.
         fast: where the band of fast channels begins and ends, as shares of all pairs of channels.
         slow: the same of the slow ones.
-        temperature: what the logits of both bands are divided by; None measures it per head and call, as of
-            `RotaryBandScorer`, and the choice then depends a little on how a prompt is chunked.
+        temperature: what the logits of both bands are divided by. None measures it per head and call, as in
+            `RotaryBandScorer`. The choice then depends a little on how a prompt is chunked.
         executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)

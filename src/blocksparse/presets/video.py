@@ -55,8 +55,8 @@ def sparge(
     Blocks whose tokens are unlike are kept in addition and hold no mass. A causal diagonal is kept in any case.
 
     Args:
-        mass: tau of the paper, the share of a row's pooled mass that the kept blocks may not exceed; a number, or
-            one per query head. 0.98 if neither this nor `share` is given.
+        mass: tau of the paper, the share of a row's pooled mass that the kept blocks may not exceed. A number, or
+            one per query head. If neither this nor `share` is given, it is 0.98.
         theta: a block is judged by its mean only if its self-similarity is greater than this; a number, or one per
             query head. If None, 0.6; with `share` -0.1, so that every block is judged by its mean.
         share: keep this share of a row's reachable key blocks instead of a share of its mass.
@@ -71,8 +71,8 @@ def sparge(
             never similar, and `share` is a share of all key blocks. Their code may drop the diagonal, which is
             kept here all the same.
         executor: `AutoExecutor()` if None, which rounds nothing. `Int8Executor()` has the paper's 8-bit products
-            (section 3.5) on Hopper, which save time from about 64K tokens on, and `pv_skip` of an executor leaves
-            out products with values as the paper does (section 3.4).
+            (section 3.5) on Hopper, which save time from about 64K tokens on. `pv_skip` of an executor leaves out
+            products with values as the paper does (section 3.4).
 
     Raises:
         ValueError: `mass` and `share` are both given.
@@ -270,8 +270,8 @@ def lva(
     """Keep the first frames, one frame of every `period`, and a window of frames around a query's own.
 
     The periodic frames move by one with each denoising step, so that over `period` steps each frame is one of
-    them. With `C` frames that a model was trained on (21 for Wan 2.1) the paper takes `period = ceil(T / (C - (2
-    radius + 1)))`, so that each query looks at about `C` frames.
+    them. For a model trained on `C` frames (21 for Wan 2.1) the paper takes `period = ceil(T / (C - (2 radius +
+    1)))`. So each query attends to about `C` frames.
 
     Args:
         grid: frames, rows and columns `(T, H, W)` in tokens; None where a host knows them.

@@ -39,9 +39,9 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     """Mass of a block: what its cells of `stride` x `stride` pairs hold in a softmax over cells (XAttention).
 
     The logit of a cell is the mean logit of the pairs on its antidiagonal, query slot `stride - 1 - r` with key
-    slot `r`: every query and every key of the cell is looked at once, and each vertical or slash line that runs
-    through whole cells meets the antidiagonal. Positions say which cells a query cell reaches, as they do for
-    blocks, and it spreads a mass of 1 over them; a row of blocks thus holds `block / stride` in all.
+    slot `r`. So every query and every key of the cell counts once. Each vertical or slash line that runs through
+    whole cells meets the antidiagonal. Positions determine which cells a query cell sees, as for blocks. A query
+    cell spreads a mass of 1 over them, so a row of blocks holds `block / stride` in all.
 
     The empty slots of a short cell, at the tail or where a chunk starts, are filled with the mean of its tokens.
     This takes M N D / stride multiplications per query head, half of them when causal and in original order.
@@ -50,17 +50,18 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         stride: side of a cell.
         block: slots per block, a multiple of `stride`; on both sides unless `k_block` is given.
         k_block: slots per key block, a multiple of `stride`.
-        pattern: the pairs of a cell that are looked at: its "antidiagonal", its main diagonal ("slash"), or all
-            of them ("sum": the mean query and the mean key of each cell are rounded to the dtype of `q` and
-            multiplied, which takes a `stride`-th of the multiplications).
-        forced: force the block of token 0 and the diagonal, and count their mass, as XAttention does; `False`
-            leaves both to the selector, and after a permuter that keeps keys inside segments of whole blocks, as
-            `SegmentKeySort` does, forces the segment that a causal row lies in and leaves it out of the softmax,
-            as PBS-Attn has it. Not causal: nothing is forced, as in the released code.
+        pattern: the pairs of a cell that count: its "antidiagonal", its main diagonal ("slash"), or all of them
+            ("sum"). With "sum", the mean query and the mean key of each cell are rounded to the dtype of `q` and
+            multiplied, which takes a `stride`-th of the multiplications.
+        forced: force the block of token 0 and the diagonal, and count their mass, as in XAttention. `False` leaves
+            both to the selector. After a permuter that keeps keys inside segments of whole blocks, such as
+            `SegmentKeySort`, `False` also forces the segment that a causal row lies in, and leaves it out of the
+            softmax, as in PBS-Attn. Not causal: nothing is forced, as in the released code.
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
         normalize: take a softmax for each query cell, as XAttention does. `False` takes one for all query cells of
-            a row of blocks together, so that a cell counts by the size of its weights: the sum of `exp(logit)`
-            over a block's pairs of cells, as a share of the row's (SubBlock of SGLang). A row holds a mass of 1.
+            a row of blocks together, so that a cell counts by the size of its weights. A block's mass is then the
+            sum of `exp(logit)` over its pairs of cells, as a share of the row's (SubBlock of SGLang). A row holds
+            a mass of 1.
     """
 
     stride: int = field(default=8, converter=whole, validator=block_size)
@@ -166,10 +167,10 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
     """Sums over the queries of a row of blocks of `exp(q . mean key)`, as shares of the row's total.
 
     A query counts for a block if it may see the block's last token, so that no mean holds keys of its future. In
-    original order a row's own block thus counts for its last query alone, and a row that sees no other block may
-    hold no mass at all: also keep the diagonal or a `Band`. Mean keys are rounded to the dtype
-    of the keys, as in the authors' code. This takes M N D / k_block multiplications per query head, `block` times
-    as many as `MeanPoolScorer`, and no memory for the logits of single queries but some rows' at a time.
+    original order a row's own block thus counts for its last query alone. A row that sees no other block may hold
+    no mass at all, so also keep the diagonal or a `Band`. Mean keys are rounded to the dtype of the keys, as in
+    the authors' code. This takes M N D / k_block multiplications per query head, `block` times as many as
+    `MeanPoolScorer`. It holds logits of single queries for a few rows at a time only.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
@@ -232,7 +233,7 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`: the
     sum of the main diagonal of their `g x g` logits. The score of a block is the greatest product of a query group
     and a key group in it. A pair of groups takes part if some query of the row of blocks may see some key of the
-    key group, and if some place has a token in both groups; short groups are compared over these places only.
+    key group, and if some slot has a token in both groups. Short groups are compared over these slots only.
 
     The paper does not divide the sum by `g`. The spread of the sums grows with `g`, so that the softmax over
     blocks is close to one-hot and a target for the mass has little effect. `per_token` divides the sums.

@@ -30,20 +30,19 @@ mean_and_deviation = Rule(
 class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
     """The mean logit on the antidiagonals of a block's cells, and a bonus for keys with long values (Stem).
 
-    A cell is `stride` x `stride` pairs, sampled at query `stride - 1 - r` and key `r`. Since that mean
-    is linear, it is the product of mean queries and mean keys, one of each place in a cell, which takes a
-    `block / stride`-th of the multiplications of XAttention. The bonus of a cell is the log of its longest value,
-    multiplied by `weight`, as deviations above the mean of the head, if it is above. A block takes the mean of its
-    cells. Blocks that are not reachable hold -inf.
+    A cell is `stride` x `stride` pairs, sampled at query `stride - 1 - r` and key `r`. Since that mean is linear,
+    it is the product of mean queries and mean keys, one for each slot of a cell. This takes a `block / stride`-th
+    of the multiplications of XAttention. The bonus of a cell is the log of its longest value, multiplied by
+    `weight`, as deviations above the mean of the head, if it is above. A block takes the mean of its cells. Blocks
+    that are not reachable hold -inf.
 
     Args:
         stride: side of a cell.
         block: slots per block, a multiple of `stride`; on both sides unless `k_block` is given.
         k_block: slots per key block, a multiple of `stride`.
         weight: what a deviation of the logs of lengths adds to a logit.
-        lengths: the mean and the deviation of the logs of lengths; None measures them over the whole cells of each
-            KV head in each call, so that a choice made with it depends a little on later tokens and on how a
-            prompt is chunked.
+        lengths: the mean and the deviation of the logs of lengths. None measures them over the whole cells of each
+            KV head in each call. The choice then depends a little on later tokens and on how a prompt is chunked.
     """
 
     stride: int = field(default=8, converter=whole, validator=block_size)

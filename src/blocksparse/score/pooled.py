@@ -47,9 +47,8 @@ from blocksparse.spec import AttentionSpec
 class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the product of a block's mean query and mean key (PBS-Attn, appendix B.1).
 
-    After a permuter that keeps keys inside segments of whole blocks, as `SegmentKeySort` does, and in a causal
-    call, the segment in which a row lies is forced and takes no part in the softmax. Otherwise every reachable
-    block is scored.
+    In a causal call, after a permuter that keeps keys inside segments of whole blocks, such as `SegmentKeySort`,
+    the segment of a row is forced. It takes no part in the softmax. Otherwise every reachable block is scored.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
@@ -117,9 +116,9 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
     Args:
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.
-        variance: how the variance of a row's logits is found: "exact" leaves it to them; "diagonal" takes each
-            channel of the mean keys as independent of the others, `sum_d q_d^2 Var k_d`, the default of Sol-Attn's
-            code. Both are over the blocks that the row may reach.
+        variance: how the variance of a row's logits is computed. "exact" computes it from the logits. "diagonal"
+            takes each channel of the mean keys as independent of the others, `sum_d q_d^2 Var k_d`, the default of
+            Sol-Attn's code. Both are over the blocks that the row may reach.
     """
 
     block: int = field(default=64, converter=whole, validator=block_size)
@@ -193,10 +192,10 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
             a head dim of 128, (0, 0.5) are the 32 fastest pairs.
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.
-        temperature: what the logits are divided by. None measures it per head: by how much smaller the means of
-            the band are than those of all channels (root mean squares over all blocks and channels),
-            multiplied by the root of the band's share of channels. It is measured over all blocks of a call, so
-            that a choice made with it depends a little on later tokens and on how a prompt is chunked.
+        temperature: what the logits are divided by. None measures it per head. It is the ratio of the means of the
+            band to those of all channels (root mean squares over all blocks and channels), times the root of the
+            band's share of channels. It is measured over all blocks of a call, so that a choice made with it
+            depends a little on later tokens and on how a prompt is chunked.
     """
 
     band: tuple[float, float] = field(validator=part_of_all)

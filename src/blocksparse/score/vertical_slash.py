@@ -90,9 +90,9 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
 
     This is the estimate of MInference (section 3.2) and of FlexPrefill (section 3). The `values` are those of
     `MeanPoolScorer`, from mean queries and mean keys, for FlexPrefill's query-aware heads. The divergence is
-    FlexPrefill's test of whether pooling describes a head well: the square root of the Jensen-Shannon divergence
-    (natural logarithm) between the weights of key blocks that the mean query of the probe gives to mean keys, and
-    the true weights that the probe gives to key blocks.
+    FlexPrefill's test of whether pooling describes a head well. It is the square root of the Jensen-Shannon
+    divergence (natural logarithm) between two distributions over key blocks. One has the weights that the mean
+    query of the probe gives to mean keys. The other has the true weights of the probe.
 
     Lines are measured with the last queries of a call, so a choice made from them is not causal and depends on
     how a prompt is chunked. It takes `probe * N * D` multiplications per query head.
@@ -102,9 +102,9 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         probe: how many of the last queries are measured; `block` if None, as in FlexPrefill. MInference takes 64.
         pooled: compute `values` from pooled queries and keys. `False` leaves them 0, which takes no memory, for
             selectors that look only at lines.
-        tau: compute `values` only in heads whose divergence is below this, a number, or one per query head, and
-            leave them 0 in others, for `RoutedByDivergence` of the same `tau`; None for all heads. Of those others
-            a GPU then reads no queries but the probe.
+        tau: compute `values` only in heads whose divergence is below this, and leave them 0 in others. A number,
+            or one per query head; `RoutedByDivergence` must have the same `tau`. None means all heads. Of those
+            others a GPU then reads no queries but the probe.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)

@@ -20,9 +20,9 @@ class BlockMask:
 
     Only reachable blocks may be in it.
 
-    Together with the permutation of its grid, a mask means a set of (query, key) pairs: all pairs of slots in kept
-    blocks, with each slot replaced by the token that the index maps put there, without the pairs that causality or
-    a sliding window forbids by original position.
+    Together with the permutation of its grid, a mask means a set of (query, key) pairs. These are all pairs of
+    slots in kept blocks, with each slot replaced by the token that the index maps put there. Pairs that causality
+    or a sliding window forbids by original position are not in it.
 
     Raises:
         TypeError: `keep` is not bool.
@@ -93,10 +93,10 @@ class BlockMask:
     def density(self) -> Tensor:
         """The work as a share of the work of dense attention, `[B, H]`.
 
-        It is the number of pairs in kept blocks over the number of pairs in the blocks that are reachable in
-        original order, which dense attention visits, within the window if there is one. Empty slots do not count.
-        A permuted order may reach more blocks, and then the share may exceed 1. H is Hq where each
-        query head has an order of keys.
+        It is the number of pairs in kept blocks over the number of pairs in the blocks that dense attention
+        visits. Those are the blocks that are visible in original order, within the window if there is one. Empty
+        slots do not count. A permuted order may reach more blocks, and then the share may exceed 1. H is Hq where
+        each query head has an order of keys.
         """
         grid, keep = self.grid, self.keep
         # Only the first and the last row hold fewer queries than others, and in every head.

@@ -146,10 +146,10 @@ class TileWindow(GridSelector):
 class Frames(GridSelector):
     """Keep the first frames, one frame of every `period`, and a window of frames around a query's own.
 
-    A window holds `2 radius + 1` frames: where the video ends it is moved, and each of its frames that is kept
-    anyway is made up for by one more at its sides, left and right in turn, the left one first, until the video
-    ends. Blocks that hold a cell of a kept frame are kept whole; where an order has moved cells, a block counts
-    for all frames from that of its first to that of its last one.
+    A window holds `2 radius + 1` frames, and is moved at the ends of the video. For each of its frames that is
+    kept anyway, it gets one more frame at its sides, left and right in turn, the left one first, until the video
+    ends. Blocks that hold a cell of a kept frame are kept whole. Where an order has moved cells, a block counts
+    for all frames from that of its first cell to that of its last.
 
     Args:
         grid: frames, rows and columns, as in a `GridSelector`.
@@ -219,12 +219,12 @@ def _counted(frames: Frames, device: torch.device) -> Tensor:
 class Radial(GridSelector):
     """Keep the keys near a query's own place in its frame, within a window that halves as their frame is farther.
 
-    The first frame, the frame of the query and its neighbours are kept whole. At a distance of `d` frames, of
-    which `g = floor(log2 d) + 1` binary digits are written, the window is `L = decay * 2^b / 2^g` tokens to both
-    sides, where `b` is the number of binary digits of the tokens per frame. It never is less than a block; where
-    `2^b / 2^g` would be, only each `int(block / (2^b / 2^g))`-th distance is kept. Blocks that hold a pair of
-    tokens which this keeps are kept whole. It is made for tokens in place: a block is judged by its first and its
-    last token, and where an order has moved tokens, more blocks are kept.
+    The first frame, the frame of the query and its neighbours are kept whole. At a distance of `d` frames, the
+    window is `L = decay * 2^b / 2^g` tokens to both sides. There `g = floor(log2 d) + 1` is the number of binary
+    digits of `d`, and `b` that of the tokens per frame. It never is less than a block; where `2^b / 2^g` would be,
+    only each `int(block / (2^b / 2^g))`-th distance is kept. Blocks that hold a pair of tokens which this keeps
+    are kept whole. It is made for tokens in place: a block is judged by its first and its last token, and where an
+    order has moved tokens, more blocks are kept.
 
     Args:
         grid: frames, rows and columns, as in a `GridSelector`.

@@ -31,8 +31,8 @@ from blocksparse.select.selector import Selector
 class TopCdf(Selector[BlockMass, BlockMask]):
     """Take forced blocks first, then the heaviest, until `mass` of the row's total is reached.
 
-    Masses are rounded to integers before they are added, so the sums do not depend on the order of summation, and
-    the same scores give the same mask on every device.
+    Masses are rounded to integers before they are added, so the sums do not depend on the order of summation. The
+    same scores give the same mask on every device.
 
     Args:
         mass: share of the row's total mass, in (0, 1]; a number, or one per query head. 1 keeps every

@@ -222,16 +222,16 @@ def block_indices(grid: Grid, *, of_chunk: bool = False) -> tuple[Tensor, Tensor
 class Stride(PositionSelector):
     """Keep one block of every `eta` consecutive ones in a row, for all heads alike (BFLA, eq. 18).
 
-    The kept blocks of a row start at an offset that is drawn for the row, so that each column, too, is kept in one
-    of `eta` rows on average, without a regular pattern. The draw is by the row's index in the whole prompt. The
-    paper applies the rule only to blocks that another rule dropped; `a | Stride(eta)` keeps the same set.
+    The kept blocks of a row start at a random offset of the row. So each column, too, is kept in one of `eta` rows
+    on average, without a regular pattern. The draw is by the row's index in the whole prompt. The paper applies
+    the rule only to blocks that another rule dropped; `a | Stride(eta)` keeps the same set.
 
     Args:
         eta: distance between the kept blocks of a row.
         seed: seed of the offsets, in [0, 2^32).
-        released: use the linear rule of the authors' code, by which `131 i + 17 j + seed` must be a multiple of
-            `eta`, with rows counted from the start of the chunk. If `eta` is a multiple of 17, most rows keep
-            nothing, and the others keep one block of every `eta / 17`.
+        released: use the linear rule of the authors' code: `131 i + 17 j + seed` must be a multiple of `eta`. Rows
+            are counted from the start of the chunk. If `eta` is a multiple of 17, most rows keep nothing, and the
+            others keep one block of every `eta / 17`.
     """
 
     eta: int = field(converter=whole, validator=size)
@@ -318,7 +318,7 @@ _WORKSPACE = 2**24  # draws that are held at a time
 class Random(PositionSelector):
     """Keep each block with probability `rho`, independently of every other one (BFLA, eq. 19).
 
-    A draw depends only on the seed, the KV head and the block's indices in the whole prompt, so the same blocks
+    A draw depends only on the seed, the KV head and the block's indices in the whole prompt. So the same blocks
     are kept in every call, on every device, in every batch entry and however the prompt is chunked. The query
     heads of a KV head have the same draws, so that a mask which they share (`SharedByGroup`) keeps a share of
     `rho` too.

@@ -97,14 +97,14 @@ _ALL_BELOW, _LONG_FROM = 56, 160  # blocks of a prompt, as the other numbers of 
 class DecayingTopK(Selector[BlockScores, BlockMask]):
     """Keep the `k` best blocks of a row that has just more than `k` behind it, and fewer of each later row.
 
-    The number falls evenly to `decay * k` in the last row of the prompt, each cut to a whole number as the floats
-    of the released code come out, and is at least 1: what early tokens see is handed on through all later ones.
-    Rows with at most `k` blocks keep all. The diagonal is ranked by its value, and kept in any case. A call for a
-    chunk needs `remaining`, by which it knows the last row.
+    The number falls evenly to `decay * k` in the last row of the prompt, and is at least 1. Each number is cut to
+    a whole one exactly as the floats of the released code are. Early rows keep more, because all later tokens
+    depend on early ones. Rows with at most `k` blocks keep all. The diagonal is ranked by its value, and kept in
+    any case. A call for a chunk needs `remaining`, by which it knows the last row.
 
     Args:
-        k: blocks per row, at least 1; None for Stem's rule: of `n` blocks of keys, all below 56 blocks,
-            `.2 n + 30` below 160, and `.1 n + 30` from there on.
+        k: blocks per row, at least 1. None is Stem's rule for `n` blocks of keys: all of them below 56, `0.2 n +
+            30` below 160, and `0.1 n + 30` from there on.
         decay: the share of `k` that the last row keeps, in (0, 1].
     """
 

@@ -63,8 +63,8 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         recent: how many of the nearest distances are forced. If the budget is smaller, the nearest ones are. Every
             causal query that sees one of the last `recent` keys then keeps it, so these keys are not chosen as
             columns.
-        released: choose by the rule of the authors' code, which is for keys in original order: the budgets are at
-            least 30 keys and 50 distances, keys near the end may use up the vertical budget, and the keys at a
+        released: choose by the rule of the authors' code, which is for keys in original order. The budgets are at
+            least 30 keys and 50 distances, and keys near the end may use up the vertical budget. The keys at a
             row's distances are covered with tiles that may start at any key and end up to one tile late.
     """
 

@@ -44,8 +44,8 @@ def check_executor(
     """Call `executor` with random masks of prompts and chunks, in every order that it takes, and check results.
 
     The output must be softmax attention over exactly the pairs of the mask, or of the blocks that it reports as
-    `visited`, compared with float64; with a sliding window, a softcap and sinks, too, unless `unsupported` has a
-    reason against them. A query without a kept key must give 0 and `lse` -inf. A key that is NaN must reach only
+    `visited`, compared with float64. This includes a sliding window, a softcap and sinks, unless `unsupported` has
+    a reason against them. A query without a kept key must give 0 and `lse` -inf. A key that is NaN must reach only
     the queries that attend to it, and later tokens must change no bit of an earlier row. The layout of q in memory
     must not matter, and nothing may be written into the inputs. With `out` the same output must lie there, in the
     part of a tensor that it is given.

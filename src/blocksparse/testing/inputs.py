@@ -34,8 +34,8 @@ def make_qkv(
 
     Nearby tokens are similar, all queries attend strongly to the same few keys, and the first key is a sink, so
     that block scores differ as in a real model. Numbers are drawn in fp32 on the CPU and rounded once to `dtype`.
-    `M` is `N` and `Dv` is `D` if None. The queries are the last `M` of `N` tokens; if there are more queries than
-    keys, which only calls that are not causal take, the keys are the first `N` of `M`.
+    `M` is `N` and `Dv` is `D` if None. The queries are the last `M` of `N` tokens. With more queries than keys,
+    which is for calls that are not causal, the keys are the first `N` of `M`.
 
     Raises:
         TypeError, ValueError: a size is not a whole number, at least 1; `Hq` is not a multiple of `Hkv`; or

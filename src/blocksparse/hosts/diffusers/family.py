@@ -42,17 +42,18 @@ class Family:
 
     Args:
         layout: a function of the model's config and of the arguments of a forward call by name, which gives the
-            `TokenLayout`; or None where the arguments do not say it, and then all attention of the call is dense.
+            `TokenLayout`. It gives None where the arguments do not determine it; all attention of the call is then
+            dense.
         attention: the names, inside a block of the model, of its attention over pictures: alone, or joined with
             text. Other attention, as over text alone, stays as it is. A name may have dots.
         rising: whether timesteps rise from noise to picture.
-        parts: the names of the model's lists of blocks that count, in the order in which they run; None for all of
-            them, in the order in which the model names them.
-        timestep: a function of the arguments of a forward call, which gives the timestep that tells one denoising
-            step from the next: a number or a tensor, of which the mean counts.
-        prompt: a function of the arguments of a forward call, which gives a tensor that pipelines pass in every
-            step of a run, or of one half of its guidance, and in no other; or None, if there is none. Only which
-            tensor it is counts.
+        parts: the names of the model's lists of blocks that count, in the order in which they run. None means all
+            of them, in the order in which the model names them.
+        timestep: a function of the arguments of a forward call, which gives the timestep, by which denoising steps
+            are told apart. The mean of a tensor counts.
+        prompt: a function of the arguments of a forward call, which gives a tensor that identifies a run.
+            Pipelines pass it in every step of the run, or of one half of its guidance, and in no other run. None
+            means that there is none. Only the identity of the tensor counts.
         redirected: whether its processors ask diffusers' dispatcher for another backend than the one that is set
             on them. PyTorch's function, which diffusers' native backends call, is then redirected instead.
     """

@@ -108,9 +108,9 @@ class StepCounter:
     prompts are ignored from there on.
 
     Three cases are counted wrongly. A run is not noticed if it begins where the last one was stopped, or nearer to
-    the picture, with the very same tensor as its prompt, or after a run that was stopped in its first step. A
-    prompt that a callback replaces once in the middle begins a run. In an inversion, from picture to noise, every
-    step begins one.
+    the picture, with the very same tensor as its prompt. The same holds after a run that was stopped in its first
+    step. A prompt that a callback replaces once in the middle begins a run. In an inversion, from picture to
+    noise, every step begins one.
 
     Args:
         rising: whether the model's timesteps rise from noise to picture; most fall.

@@ -25,8 +25,8 @@ _ALIGNED = 2048
 def sizes(queries: int, least: int, most: int) -> Iterator[tuple[int, int]]:
     """Queries and keys of requests such that kernels which serve these serve all; the largest first.
 
-    Kernels are compiled for widths of rows of blocks in powers of two, so keys fall by the square root of two; and
-    for numbers of tokens and of blocks that are multiples of 16, or are not.
+    Kernels are compiled for widths of rows of blocks in powers of two, so keys fall by the square root of two.
+    They are also compiled once for multiples of 16, of tokens and of blocks, and once for other numbers.
 
     Args:
         queries: at most, of a step.

@@ -48,16 +48,16 @@ def attach(
         min_queries: prompts with fewer queries at once stay dense. Decoding always does.
         recorder: gets a record of what each call did; if None, nothing is recorded.
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit.
-        continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers takes
-            only its own names there, so "sdpa" is the name of the pipeline until the end, for this model alone.
+        continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers
+            accepts only its own names there. So "sdpa" names the pipeline until the end, for this model alone.
         min_window: layers with a sliding window of fewer tokens than this, which hides something of a prompt, are
             exactly dense within it; None for all windows. So are those for which an executor knows no window.
 
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
-        ValueError: no attention of the model asks transformers which function to call, a part of the model does
-            arithmetic on masks, the model lacks a layer that the schedule names or shares one attention among its
-            layers, or transformers is too old for `continuous_batching`.
+        ValueError: no attention of the model asks transformers which function to call, or a part of the model does
+            arithmetic on masks. Or the model lacks a layer that the schedule names, or shares one attention among
+            its layers. Or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
     read_again()  # sinks that were written to since, which not every write says of itself

@@ -4,14 +4,14 @@
 
 over the keys `j` in the slots of the blocks that the row of query `i` keeps, without those that causality or a sliding
 window hides by original position. Nothing is moved: the kernel reads keys, values and queries, and writes outputs, where
-they stand. `gather_attention_reference` says the same in plain torch.
+they stand. `gather_attention_reference` is the reference implementation in plain torch.
 
 Every part of a row of blocks, 128 queries at most, is attended to by one thread, which takes it from a counter that all
 share. So the result does not depend on the number of threads, to the bit. A call looks for signals every 50 ms, so that
 Ctrl-C ends a long one.
 
-bf16 is multiplied as it is where the CPU does that (AVX-512 BF16, AMX), and then weights are rounded to bf16 as well;
-fp16, and bf16 elsewhere, are widened to fp32. All sums and the softmax are in fp32.
+bf16 is multiplied as it is where the CPU does that (AVX-512 BF16, AMX), with weights rounded to bf16. On other CPUs bf16 is
+widened to fp32, and so is fp16 on all. All sums and the softmax are in fp32.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def cpu_attention(
     Args:
         q: `[B, Hq, M, D]`, for which `cpu_kernel_refuses` has no reasons; in original order, like `k` `[B, Hkv, N, D]`
             and `v` `[B, Hkv, N, Dv]`.
-        skip: below 0; a query leaves out a block that its row sees whole if the block's greatest logit lies more than this
-            below the greatest one of such blocks before. Only where `may_skip`.
+        skip: below 0. A query leaves out a block if the block's greatest logit lies more than this below the greatest one of
+            earlier blocks. Only blocks that the row sees whole count. Only where `may_skip`.
         taken: `[B, Hq, rows, cols]` bool, contiguous, the blocks that are kept; those that all queries of their row leave
             out are cleared.
         out: where the output is written, with its last axis innermost. If None, it lies in memory as `empty_as` has it.

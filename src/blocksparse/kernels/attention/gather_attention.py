@@ -2,16 +2,16 @@
 
     out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h // G, j]) v[b, h // G, j]
 
-over the keys `j` in the slots of the blocks that the row of query `i` visits. A row visits its first `opened`
-blocks in any case. After each later block, with `l` the softmax denominator before it and `gain` what the block
-adds, both relative to the same running maximum, a query is satisfied if `gain < tau * l`; a row stops when its
-queries were satisfied `patience` times in a row (S2O, algorithm 3). Nothing is moved: keys, values and queries are
-read, and outputs written, where they stand.
+over the keys `j` in the slots of the blocks that the row of query `i` visits. A row visits its first `opened` blocks in any
+case. After each later block, a query is satisfied if `gain < tau * l`. There `l` is the softmax denominator before the block
+and `gain` what the block adds, both relative to the same running maximum. A row stops when its queries were satisfied
+`patience` times in a row (S2O, algorithm 3). Nothing is moved: keys, values and queries are read, and outputs written, where
+they stand.
 
-The op has four implementations: the portable Triton kernel in `gather_attention_triton.py`; the kernel for Hopper in
-`gather_attention_hopper.py`, for the arguments that `fits_hopper` names; for CPU tensors the compiled kernel of
-`cpu_attention.py`; and for float64, and where nothing is compiled, the plain torch below, which computes in fp32 or
-better. In all of them the same rows stop after the same blocks.
+The op has four implementations. `gather_attention_triton.py` has the portable Triton kernel. `gather_attention_hopper.py`
+has the kernel for Hopper, for the arguments that `fits_hopper` names. CPU tensors take the compiled kernel of
+`cpu_attention.py`. The plain torch below serves float64, and hosts where nothing is compiled; it computes in fp32 or better.
+In all of them the same rows stop after the same blocks.
 """
 
 from __future__ import annotations

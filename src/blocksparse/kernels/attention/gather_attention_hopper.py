@@ -1,9 +1,9 @@
 """`gather_attention` on Hopper: warps that gather keys and values, and warps that compute, at the same time.
 
-One program computes one row of blocks of one head. The last rows start first, and the query heads of a KV head run side
-by side. Four warps gather (`hopper/gather.py`), as many tiles of keys ahead as there are stages. Each consumer is
-four warps and computes 64 queries: it starts the scores of the next keys before it multiplies the weights of the last
-ones with their values, so that the softmax in between is hidden behind matrix products.
+One program computes one row of blocks of one head. The last rows start first, and the query heads of a KV head run side by
+side. Four warps gather (`hopper/gather.py`), as many tiles of keys ahead as there are stages. Each consumer is four warps
+and computes 64 queries. It starts the scores of the next keys before it multiplies the weights of the last ones with their
+values. So the softmax in between is hidden behind matrix products.
 
 Once a row has visited what it visits in any case, the consumers vote after every tile of keys whether the row is
 satisfied (`hopper/gather.py`). They learn the result one tile later, when the next scores are in flight already;
@@ -141,8 +141,8 @@ def _wait(full, t, C, pred=True):
 def _consume(WG: gl.constexpr, C, given):
     """Computes attention of 64 queries over the row's tiles of keys.
 
-    When step `t` begins, the keys of tile `t` are in shared memory, and the weights of tile `t - 1` are in registers and
-    have not been multiplied with their values yet.
+    When step `t` begins, the keys of tile `t` are in shared memory. The weights of tile `t - 1` are in registers, not yet
+    multiplied with their values.
     """
     pointers, bars, bufs, strides, sizes = given
     q_ptr, q_position_ptr, out_ptr, lse_ptr, visited_ptr = pointers

@@ -2,13 +2,13 @@
 
 The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer differs in four ways.
 
-* Scales, which are loaded together with what they belong to, come in between scores and softmax. A tile of keys that is
-  seen whole has one factor for each query and each of the four threads that share a row of scores, so that scales cost
-  what `scale` alone would; a masked tile has a factor for each key.
-* fp8 weights need not move between threads: the registers of the scores are read as those of the next product's operand,
-  whose columns stand for keys in another order, and values are stored in that order (`operands_of`).
+* Scales, which are loaded together with what they belong to, come in between scores and softmax. A tile of keys that is seen
+    whole has one factor for each query and each of the four threads that share a row of scores. So its scales cost as much
+    as `scale` alone would. A masked tile has a factor for each key.
+* fp8 weights need not move between threads. The registers of the scores are read as those of the next product's operand. Its
+    columns stand for keys in another order, and values are stored in that order (`operands_of`).
 * The maximum of a row follows its scores late, so that most steps rescale nothing (`hopper/int8.py`).
-* fp8 products, which the tensor cores add in some 14 bits, are added to each other in fp32 after every fourth tile of keys.
+* The tensor cores add fp8 products in about 14 bits, so after every fourth tile of keys the sums are added in fp32.
 """
 
 from __future__ import annotations

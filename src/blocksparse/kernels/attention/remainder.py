@@ -5,11 +5,10 @@
 
         z' = z + sum_j n_j exp(scale q . k_j),    o' = (z o + sum_j n_j exp(scale q . k_j) v_j) / z'
 
-over the blocks `j` that a row does not keep and that every query of it sees whole. On a GPU it takes three launches: one
-pools keys and values, one says which blocks a row takes, and one is attention of all queries to so few means, which ends by
-joining what it finds to `o`.
-So the kernels of exact attention know nothing of it, and it takes about `1 / block` of dense attention's time. Elsewhere
-it is the plain torch below, some rows at a time.
+over the blocks `j` that a row does not keep and that every query of it sees whole. On a GPU it takes three launches. One
+pools keys and values, one selects the blocks of each row, and one attends with all queries to these means and joins the
+result to `o`. So the kernels of exact attention do not change, and it takes about `1 / block` of dense attention's time.
+Elsewhere it is the plain torch below, some rows at a time.
 
 A block of which a mean is not finite gives NaN to the queries that it enters, and no bit to others.
 """

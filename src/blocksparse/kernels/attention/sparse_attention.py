@@ -24,10 +24,10 @@ It computes what `sparse_attention` does, with
     q[i] ~ q8[i] * q_scale[i],    k[j] ~ k8[j] * scale(j),    v[j] ~ v8[j] * scale(j)
 
 TilesOnHopper of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`. There a piece (a tile of
-keys, or the part of one that a narrower block fills) has four scales, one for each group of its keys. Masked tiles of
-keys are read from heads Hk to 2 Hk - 1, where each token has a scale. A tile of keys counts as masked if it holds a part
-of the row's partial blocks, or is the last of the row's list. int8 products are exact; fp8 products are added by the
-tensor cores in some 14 bits, over four tiles of keys at most, and from there on in fp32.
+keys, or the part of one that a narrower block fills) has four scales, one for each group of its keys. Masked tiles of keys
+are read from heads Hk to 2 Hk - 1, where each token has a scale. A tile of keys counts as masked if it holds a part of the
+row's partial blocks, or is the last of the row's list. Products in int8 are exact. The tensor cores add fp8 products in
+about 14 bits, over four tiles of keys at most; further sums are in fp32.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def sparse_attention(
         q: `[B, Hq, M, D]`, in slot order.
         k: `[B, Hk, N, D]`, in slot order unless `key_slots` is given; Hk is Hkv or Hq.
         v: `[B, Hk, N, Dv]`, likewise.
-        key_slots: `[B, H, N]` int32, the key in each slot. Keys and values `[B, Hkv, N, ...]` are then moved into slot
-            order here, once per head of `key_slots`, and so many heads at a time that the workspace stays small. Or where the keys
-            and values of one prompt lie in a cache, which is read in place: `k` and `v` are then no more than shapes.
+        key_slots: `[B, H, N]` int32, the key in each slot. Keys and values `[B, Hkv, N, ...]` are then moved into slot order
+            here, once per head of `key_slots`. A few heads move at a time, so that the workspace stays small. Or where the
+            keys and values of one prompt lie in a cache, which is read in place: `k` and `v` are then no more than shapes.
         visited: `[B|1, Hw, cols]` bool, the blocks that `visited_columns` finds in the mask; `Hw` divides H. No others
             are then moved into slot order. None moves all.
         out: where the output is written, with its last axis innermost. If None, it has the dtype of v, and lies in memory
@@ -127,8 +127,8 @@ def _kernel(
 def _heads_at_a_time(q: Tensor, k: Tensor, v: Tensor, key_slots: Tensor) -> int:
     """For how many KV heads the keys and values that are moved fit the workspace.
 
-    A chunk of a prompt has little work for each head, so that the end of a launch, when few programs still run, is a
-    larger share of it: it gets more room, and so fewer launches.
+    A chunk of a prompt has little work for each head. So the end of a launch, when few programs still run, is a larger share
+    of it. A chunk therefore gets more room, and so fewer launches.
     """
     B, heads, N, _ = k.shape
     moved = sum(x.shape[-1] * x.element_size() for x in (k, v)) * B * N * key_slots.shape[1] // heads

@@ -81,8 +81,9 @@ def sparse_attention_triton(
 def most_registers(hardware: Hardware, num_warps: int, value_bytes: int) -> dict[str, int]:
     """The option of a launch that says how many registers a thread may take; a value, padded, has `value_bytes`.
 
-    Unasked, ptxas spills in some forms of the kernel, rather than that a multiprocessor holds a program less; asked for as many
-    as there are, it does not, and takes few more in the other forms. On Hopper what is measured was compiled without the option.
+    Without the option, ptxas spills in some forms of the kernel, so that a multiprocessor can hold one program more. With
+    the greatest number as the option, it does not spill, and takes few more registers in the other forms. The measurements
+    on Hopper were made without the option.
     """
     if not hardware.is_nvidia or hardware.is_hopper:
         return {}

@@ -5,9 +5,9 @@
 `compiled`: Libraries that this machine's C++ compiler makes of files of kernels, when a kernel is first used.
 
 One command compiles one file, for this CPU, into the user's cache folder. The name of the result holds a hash of the source,
-the flags, the compiler and the CPU, so a library built from something else, or for another machine with the same home
-folder, is never loaded. A wheel may bring libraries that are compiled already, for several kinds of CPUs. Those in the
-folder `compiled` next to the source, with the source's hash in their names, are tried first.
+the flags, the compiler and the CPU. So a library built from other sources, or for another machine with the same home folder,
+is never loaded. A wheel may bring libraries that are compiled already, for several kinds of CPUs. Those in the folder
+`compiled` next to the source, with the source's hash in their names, are tried first.
 
 Whatever goes wrong gives a reason in words, never an exception: callers then do without.
 """

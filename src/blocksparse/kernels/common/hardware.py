@@ -114,9 +114,9 @@ def _asked(index: int) -> Hardware:
 def fp32_products() -> str:
     """How kernels multiply fp32 numbers, as Triton names it; other dtypes are not concerned.
 
-    "tf32x3" splits each number into two of TF32 and adds three products in the tensor cores. That errs no more than
-    single products of fp32 ("ieee") do, and is many times as fast, since Triton compiles tiles of those to code that
-    keeps almost nothing in registers. AMD's GPUs multiply fp32 as it is.
+    "tf32x3" splits each number into two of TF32 and adds three products in the tensor cores. Its error is no larger than
+    that of single products of fp32 ("ieee"). It is many times faster, since Triton compiles "ieee" tiles to code that keeps
+    almost nothing in registers. AMD's GPUs multiply fp32 as it is.
     """
     return "tf32x3" if torch.version.hip is None else "ieee"
 
@@ -193,8 +193,8 @@ def of_attention(
 ) -> int:
     """The same of attention: a tile of queries is held, one of keys and one of values loaded, weights change hands.
 
-    `row_bytes` are those of a query or key, `value_bytes` those of a value, `weight_bytes` those of a weight, `out_bytes`
-    those of an output, a tile of which changes hands at the end.
+    A query or a key has `row_bytes`, a value `value_bytes`, a weight `weight_bytes`, and an output `out_bytes`. A tile of
+    outputs changes hands at the end.
     """
     M, N, single = options["BLOCK_M"], options["BLOCK_N"], weight_bytes == 4
     # There weights stay in registers, as the first operand of a product may, if each warp has whole rows.

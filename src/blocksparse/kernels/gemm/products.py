@@ -4,9 +4,9 @@
 
     products[b, h, i, j] = q[b, h, i] . k[b, h // (Hq / H), j]
 
-The result depends on the inputs alone: neither on autocast nor on what the process lets torch round fp32 to (TF32 on
-GPUs, bf16 and TF32 on CPUs). cuBLAS obeys such settings, so on GPUs fp32 takes the kernel in `products_triton.py`.
-oneDNN obeys them on CPUs that have such products; there, while the settings are on, fp32 is multiplied in float64.
+The result depends on the inputs alone. Autocast does not change it, nor do torch's settings that allow fp32 to be rounded
+(to TF32 on GPUs, to bf16 or TF32 on CPUs). Since cuBLAS obeys such settings, fp32 takes the kernel in `products_triton.py`
+on GPUs. On CPUs with such products oneDNN obeys them, so fp32 is multiplied in float64 while the settings are on.
 
 `flash_on_cpu`: Dense attention with its lse by PyTorch's flash kernel for CPUs.
 

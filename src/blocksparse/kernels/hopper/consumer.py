@@ -1,27 +1,22 @@
 """What a consumer of the attention kernel for Hopper does: four warps that compute attention of 64 queries of each tile.
 
-How the two consumers of a program on Hopper take turns in starting matrix products.
+A consumer starts the scores of the next keys before it multiplies the weights of the last ones with their values. So the
+softmax in between is hidden behind matrix products. This holds across the border between two tiles of queries, too: the
+next tile's first scores are computed during this one's last products with values.
 
-Products of one consumer are to run beside the softmax of the other. Left alone, both may start theirs at the same time, wait for
-them together, and then share the unit for powers of 2. So each waits with the scores of its next keys until those of the
-other are there. Both consumers of a program compute the same number of steps (`hopper/queue.py`), and so as many turns.
+Weights are relative to a number that a row keeps as long as they do not grow large, and few tiles look for a maximum
+(`hopper/softmax.py`). At head dim 64, where products take as long as powers of 2, the two consumers of a program take
+turns in starting matrix products (ping-pong scheduling). Products of one consumer are to run during the softmax of the
+other. Without turns, both may start theirs at the same time, wait for them together, and then share the unit for powers
+of 2. So each waits with the scores of its next keys until those of the other are there. Both consumers of a program
+compute the same number of steps (`hopper/queue.py`), and so as many turns.
 
 A turn is a named barrier of the hardware, which opens when the 128 threads that wait for it and the 128 that give it
 have come. Triton takes the first few of the 16 that there are.
 
-What a consumer of the attention kernel for Hopper does: four warps that compute attention of 64 queries of each tile.
-
-It starts the scores of the next keys before it multiplies the weights of the last ones with their values, so that the
-softmax in between is hidden behind matrix products. It does so across the border between two tiles of queries, too: the
-next tile's first scores are computed beside this one's last values.
-
-Weights are relative to a number that a row keeps as long as they do not grow large, and few tiles look for a maximum
-(`hopper/softmax.py`). At head dim 64, where products take as long as powers of 2, the two consumers start theirs in turn
-(`hopper/consumer.py`).
-
-A sliding window hides keys in masked steps alone, a softcap changes scores as soon as they are there, and a sink joins a
-row's sum when its keys are done. A kernel without them is compiled as if there were none. Where a softcap bounds all logits
-(`hopper/softmax.py`), weights are relative to 1, and no sum is ever rescaled.
+A sliding window hides keys in masked steps alone. A softcap changes scores as soon as they are there. A sink joins a
+row's sum when its keys are done. A kernel without them is compiled as if there were none. Where a softcap bounds all
+logits (`hopper/softmax.py`), weights are relative to 1, and no sum is ever rescaled.
 """
 
 from __future__ import annotations
@@ -85,7 +80,7 @@ def _start_scores(q_bufs, tile, k_bufs, stage, none, C):
 
 @gluon.jit
 def _made_ready(weight, sums, rescale, WEIGHT: gl.constexpr, HALF: gl.constexpr, reference):
-    """Weights as an operand of their product with values, and the sums that it is added to, scaled anew.
+    """Weights as an operand of their product with values, and the rescaled sums that it is added to.
 
     With a `reference` no sum is ever scaled.
     """
@@ -102,11 +97,11 @@ def _give_back(k_empty, stage, q_empty, last, C):
     If there is only one buffer of queries, it is given back with the last scores, so that the next queries are loaded
     during the softmax of these. If there are two, it is given back at the border, which is early enough.
 
-    What the loader then overwrites is no longer read. Queries are read by the products that make scores and by nothing else,
-    and each arrival stands behind a barrier of the consumer's four warps, all of which have waited for the last product; the
-    queue's word, the place and the target, which lie beside the queries, were read before the first. Every tile is given
-    back exactly once, also the empty one at the end, whose buffer no warp waits for. Waits cannot form a circle
-    (`load_keys`): a consumer waits for nothing between the last keys of a tile and giving back its queries.
+    What the loader then overwrites is no longer read. Only the products that make scores read queries. Each arrival stands
+    behind a barrier of the consumer's four warps, all of which have waited for the last product. The queue's word, the place
+    and the target, which lie next to the queries, were read before the first product. Every tile is given back exactly once,
+    also the empty one at the end, whose buffer no warp waits for. Waits cannot form a circle (`load_keys`): a consumer waits
+    for nothing between the last keys of a tile and giving back its queries.
     """
     mbarrier.arrive(k_empty.index(stage), count=1)
     if C.Q_BUFFERS == 1:
@@ -145,8 +140,8 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
     `step` counts steps since the program's start, and gives stage and parity (`make_rings`); `visit` counts tiles of
-    queries. When a step begins, the weights of the last keys are in `weight`, not yet multiplied with their values, and
-    `rescale` has the factors of the sums so far that bring these to what the weights are relative to.
+    queries. When a step begins, the weights of the last keys are in `weight`, not yet multiplied with their values.
+    `rescale` has the factors that make the sums so far relative to the same numbers as the weights.
     """
     out_target = sources[3]
     q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]

@@ -52,17 +52,17 @@ def load_gathered(C, given):
     A block's number is read two tiles before its keys are gathered, and the tokens in its slots one tile before, so that
     no copy waits for a list.
 
-    Order: round `t` starts the keys of tile `t + 1` as one group of copies, waits until all groups but that one are done,
-    announces the keys of `t` and the values of `t - 1`, and starts the values of `t` as the next group. Before tile `t` is
-    written into its stage, the consumers must have given the stage back `t // STAGES` times; the wait names the parity of
-    the phase before, as `make_rings` explains.
+    Order: round `t` starts the keys of tile `t + 1` as one group of copies, and waits until all groups but that one are
+        done. Then it announces the keys of `t` and the values of `t - 1`, and starts the values of `t` as the next group.
+        Before tile `t` is written into its stage, the consumers must have given the stage back `t // STAGES` times. The wait
+        names the parity of the phase before, as `make_rings` explains.
 
-    Early stop: consumers that stop in step `s` store `s` in `halt` before they give back the keys of tile `s`. The loader
-    looks at `halt` when it has waited for the keys of `t - STAGES`, to load tile `t`, and ends only if `halt` is at most `t
-    - STAGES`. A stop at such a step was stored before that wait ended, and a stop at a later step, which some warps might
-    see and others not, changes nothing: so all four warps end at the same tile, `s + STAGES`. By then it has only to gather
-    values up to tile `s + STAGES - 1`, whose stage must have been given back by tile `s - 1`; the consumers do that in step
-    `s`. So no warp waits for ever.
+    Early stop: consumers that stop in step `s` store `s` in `halt` before they give back the keys of tile `s`. To load tile
+    `t`, the loader waits for the keys of `t - STAGES`. Then it reads `halt`, and ends only if `halt` is at most `t -
+    STAGES`. A stop at such a step was stored before that wait ended. A stop at a later step, which some warps might see and
+    others not, changes nothing. So all four warps end at the same tile, `s + STAGES`. By then the loader has only to gather
+    values up to tile `s + STAGES - 1`. The consumers give back the stage of that tile, as tile `s - 1`, in step `s`. So no
+    warp waits for ever.
     """
     pointers, bars, bufs, strides, sizes = given
     k_ptr, v_ptr, slots_ptr, list_ptr = pointers
@@ -139,11 +139,11 @@ def load_gathered(C, given):
 def post_vote(votes, voted, turn, gain, total, live, tau, WG: gl.constexpr, C, ROW: gl.constexpr):
     """Posts one vote for each warp's 16 queries, which is below 0 if they are satisfied.
 
-    The vote is the most by which a query's gain exceeds `tau` times its sum before the block; with `MEAN` it is the sum,
+    The vote is the most by which a query's gain exceeds `tau` times its sum before the block. With `MEAN` it is the sum,
     over queries, of the gain's share less `tau`. Places without a query never vote against.
 
-    No wait is needed before turn `n + 2` overwrites turn `n`: this consumer has read turn `n + 1`, so the other one had
-    posted that, and it reads turn `n` before it posts turn `n + 1`.
+    No wait is needed before turn `n + 2` overwrites turn `n`. This consumer has read turn `n + 1`, so the other one had
+    posted it. The other one reads turn `n` before it posts turn `n + 1`.
     """
     if C.MEAN:
         added = gl.convert_layout(gl.sum(gain, 1), ROW)

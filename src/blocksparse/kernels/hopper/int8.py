@@ -3,22 +3,22 @@
 Rows of scores of 8-bit operands in the registers of a consumer on Hopper: scales, softmax, fp8 weights.
 
 `hopper/rows.py` describes which scores a thread holds: two rows of the 64, and a quarter of each row's keys. A scale or a
-sum that belongs to a row and to one of the four threads that share it is an entry of a tensor `[64, 4]`, of which a thread
-holds two, one for each of its rows. Logits, maxima and scales of values are in base 2, as logarithms.
+sum that belongs to a row and to one of its four threads is an entry of a tensor `[64, 4]`. A thread holds two of these
+entries, one for each of its rows. Logits, maxima and scales of values are in base 2, as logarithms.
 
 A row's maximum follows its logits late ("lazy"). A row keeps the maximum `highest` until a logit passes it by more than
-`LAZY`, and only then takes the new one, so in most steps no sum is rescaled. (In masked steps it follows at once.) Apart
-from rounding, the result is the same for any `highest`, since weights and sums are relative to the same one; `highest` only
-has to prevent overflow. fp8 weights are `2^(logit - highest + BASE)` with `BASE = 8 - LAZY`, so at most 2^8, and fp8 (e4m3)
-holds 448. With fp8 values, "logit" stands for the logit plus the logarithm of the value's scale, here and in the maximum:
-a weight then brings its value's scale along (`whole_tile`).
+`LAZY`, and only then takes the new one. So in most steps no sum is rescaled. In masked steps the maximum follows at once.
+Apart from rounding, the result is the same for any `highest`, since weights and sums are relative to the same one. `highest`
+only has to prevent overflow. Weights in fp8 are `2^(logit - highest + BASE)` with `BASE = 8 - LAZY`, so at most 2^8, and fp8
+(e4m3) holds 448. With fp8 values, "logit" stands for the logit plus the logarithm of the value's scale, here and in the
+maximum: a weight then brings its value's scale along (`whole_tile`).
 Weights of 16 bits have `BASE = 0`, and their maximum follows at once. Each row decides by its own logits, so no row depends
 on another.
 
 One step of a consumer on Hopper with 8-bit operands: two matrix products in flight, and the softmax between them.
 
-A step starts the scores of the next tile of keys, then the product of the last tile's weights with its values, and
-computes the softmax of the scores as soon as these are there. `hopper/queue.py` explains stages and barriers.
+A step starts the scores of the next tile of keys, then the product of the last tile's weights with its values. It computes
+the softmax of the scores as soon as they are there. `hopper/queue.py` explains stages and barriers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _maximum_asm(lazy):
     1. `c` and `d` are the maxima plus `lazy`. `p` is whether the thread has a logit above its row's bound, and the vote
        tells all lanes whether any has. If none has, no row of the warp passes its bound, and the old maxima stay.
     2. Else two exchanges, with the lanes whose number differs in bit 1 and then in bit 0, leave in `a` and `b` the best
-       logits of whole rows: the four lanes that share a row have numbers that differ in these two bits only.
+        logits of whole rows. The four lanes that share a row have numbers that differ in these two bits only.
     3. A row whose best logit passes its bound takes that as its maximum; the others keep theirs. The four threads of a row
        have the same `highest`, `a` and bound, and so decide alike.
     """
@@ -85,8 +85,8 @@ def operands_of(weight, WEIGHT: gl.constexpr, C):
     """Weights as first operands of the products with values: one, or for fp8 one for each piece.
 
     No fp8 weight moves between threads. Of 16 keys, thread `t` of a row has the weights of `2 t`, `2 t + 1`, `2 t + 8` and
-    `2 t + 9` (`hopper/rows.py`), while the fp8 operand takes from it its columns `4 t` to `4 t + 3`, in one register. So the
-    four weights are used as these columns. The product sums over keys in any order, as long as values stand in the same
+    `2 t + 9` (`hopper/rows.py`). The fp8 operand takes from it the columns `4 t` to `4 t + 3`, in one register. So the four
+    weights are used as these columns. The product sums over keys in any order, as long as values stand in the same
     one: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. They are stored so (`tile_operands.py`).
     """
     if not C.PV8:
@@ -182,8 +182,8 @@ def whole_tile(
     """The softmax over a tile of keys that every query sees whole.
 
     Returns new maxima `[64, 4]`, the best logits met `[64, 4]`, weights `[64, n]`, and each thread's part of their sums
-    `[64, 4]`. If values have scales, weights carry them: the scale's logarithm `logs` is added to the logit, the maximum is
-    that of these sums, and the denominator's parts are divided by the scale again.
+    `[64, 4]`. If values have scales, weights carry them. The scale's logarithm `logs` is added to the logit, and the maximum
+    is that of these sums. The denominator's parts are divided by the scale again.
     """
     SCORES: gl.constexpr = scores.type.layout
     whole = by_thread(scores)

@@ -3,13 +3,13 @@
 One warp takes work from the queue and loads queries and keys (`load_keys`), the other loads values (`load_values`).
 `hopper/queue.py` explains the words that are used here, the queue's word, and the barriers of the buffers.
 
-With `RUN`, keys and values lie in the pages of a cache (`batch/pages.py`): a tile of keys is then copied in runs of
-so many keys, each from the slot where its first key lies. The last run may hold fewer keys, with anything behind them in its
-page; it is copied from a tail, a tensor that ends with the last key, so that zeros follow as they do without pages.
+With `RUN`, keys and values lie in the pages of a cache (`batch/pages.py`). A tile of keys is then copied in runs of `RUN`
+keys, each from the slot where its first key lies. The last run may hold fewer keys, with anything behind them in its page.
+It is copied from a tail, a tensor that ends with the last key, so that zeros follow as they do without pages.
 
-8-bit keys and values are stored twice: heads 0 to Hk - 1 are read for tiles of keys that every query sees whole, heads
-Hk to 2 Hk - 1 for masked ones. fp8 values are stored transposed. The scales of keys and values are loaded together with
-the keys, and counted by the same full barrier.
+8-bit keys and values are stored twice. Heads 0 to Hk - 1 are read for tiles of keys that every query sees whole, heads Hk to
+2 Hk - 1 for masked ones. Values in fp8 are stored transposed. The scales of keys and values are loaded together with the
+keys, and counted by the same full barrier.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _copy_numbers(source, b, h, start, barrier, target):
 def _runs(pointers, list_at, pieces, first, t, N, C):
     """The cache slots at which the runs of step `t` begin, run `i` of its tile of keys in lane `i`.
 
-    The list says which keys these are, and `slots` where a key lies, both one load after the other: a loading warp asks
+    The list names the keys, and `slots` has the slot of each: two loads, one after the other. A loading warp starts them
     before it waits for the stage, and so while consumers compute.
     """
     index_ptr, slots_ptr = pointers[2], pointers[10]
@@ -262,8 +262,8 @@ def _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, target
 def _work(tile, pointers, count_strides, index_strides, sizes, C):
     """The work that the queue's number `tile` stands for: a tile of queries, or with `CUT` an entry of a list of work.
 
-    Returns its word, which is -1 after the last number; batch entry, query head, KV head and row; where its list, or its
-    share of one, begins; and the target of a share (`hopper/shares.py`).
+    Returns its word, which is -1 after the last number, then its batch entry, query head, KV head and row. Then come where
+    its list, or its share of one, begins, and the target of a share (`hopper/shares.py`).
     """
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
     known = gl.minimum(tile, tiles - 1)
@@ -287,17 +287,16 @@ def _work(tile, pointers, count_strides, index_strides, sizes, C):
 def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
     """Takes tiles of queries from the queue, and loads their queries and keys.
 
-    A program's first tile of queries is its own number. Every later one comes from a counter in global memory, and is
-    taken `TAKEN_AHEAD` steps before the last keys of the tile before it are loaded. This warp then waits for the
-    answer and for the tile's counts, while consumers compute the keys that are in their stages already. It takes no
-    tile earlier, for one that waits in a program with a long list waits while other programs run out of work. What is
-    read is read ahead, so that copies need not wait for it: the first block of a step one step ahead (further pieces
-    of a step read theirs when they need it), and the counts of a tile of queries and its first block as soon as its
-    number is there.
+    A program's first tile of queries is its own number. Every later one comes from a counter in global memory, and is taken
+    `TAKEN_AHEAD` steps before the last keys of the tile before it are loaded. This warp then waits for the answer and for
+    the tile's counts, while consumers compute the keys that are in their stages already. It takes no tile earlier, for one
+    that waits in a program with a long list waits while other programs run out of work. Numbers are read ahead, so that
+    copies need not wait for them. The first block of a step is read one step ahead; further pieces of a step read theirs
+    when they need it. The counts of a tile of queries and its first block are read as soon as its number is there.
 
     Where there is only one buffer of queries, it becomes free with the last scores of the tile before, so that a tile's
-    first keys go ahead of its queries. That cannot end in a circle of waits: consumers wait for queries only between
-    tiles, when they have given back all keys of the tile before, and so the buffer that its first keys need.
+    first keys go ahead of its queries. That cannot end in a circle of waits. Consumers wait for queries only between tiles,
+    when they have given back all keys of the tile before, and so the buffer that the first keys need.
     """
     index_ptr, queue_ptr = pointers[2], pointers[5]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars

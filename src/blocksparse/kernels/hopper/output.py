@@ -60,8 +60,8 @@ def store_lse(lse_ptr, strides, b, h, row, M, log2_sum, whole, WG: gl.constexpr,
 def store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG: gl.constexpr, C):
     """Starts to copy the weighted mean of values to the output, part by part, through shared memory.
 
-    It returns before the copies have read that memory: `store_wait` ahead of the next part, be it of this tile of queries
-    or of the next one, and at the end of the kernel, waits for them.
+    It returns before the copies have read that memory. `store_wait` waits for them ahead of the next part, of this tile of
+    queries or of the next one, and at the end of the kernel.
     """
     result = _mean(sums, whole).to(out_pieces.dtype)
     if C.OUT_PARTS == 1:

@@ -115,8 +115,8 @@ class Constants:
 def place_of(word, rows, kv_heads, group):
     """Batch entry, query head, KV head and row of a tile of queries, from its number or from the queue's word.
 
-    Numbers run through one KV head after the other; within a KV head through the rows, the last one first; and within
-    a row through the `group` query heads that share the KV head.
+    Numbers run through one KV head after the other. Within a KV head they run through the rows, the last one first, and
+    within a row through the `group` query heads that share the KV head.
     """
     tile = (word & 0xFFFFFF).to(gl.int32)
     per_key = rows * group
@@ -153,9 +153,10 @@ def unpacked_place(place):
 def extent(word, C):
     """What the counts in the queue's word (`word_of`) say about a row's list.
 
-    Returns the number of pieces in the list; the number of steps, which is that of its tiles of keys and at least 1; the
-    number of pieces in step 0, from 1 to `PIECES` unless the list is empty; and the number of steps that are masked: step
-    0, and as many as the partial blocks need beyond it. The word -1 counts as one of an empty list.
+    Returns four numbers. The first is the number of pieces in the list. The second is the number of steps, that of its tiles
+    of keys and at least 1. The third is the number of pieces in step 0, from 1 to `PIECES` unless the list is empty. The
+    last is the number of masked steps: step 0, and as many as the partial blocks need beyond it. The word -1 counts as one
+    of an empty list.
     """
     word = gl.maximum(word, 0)
     full = ((word >> 24) & 0xFFFFF).to(gl.int32) * C.K_SPLIT
@@ -223,16 +224,16 @@ def make_barriers(N: gl.constexpr, COUNT: gl.constexpr):
 def make_rings(C):
     """Pairs of barriers, full and empty, of three rings of buffers: `Q_BUFFERS` of queries, `STAGES` of keys and of values.
 
-    Who fills a buffer waits for its empty barrier, starts bulk copies that report their bytes to its full barrier, and
-    tells that barrier once how many bytes to expect, which is also its one arrival. Who reads the buffer waits for the
-    full barrier, and arrives at the empty one when it has read everything that the buffer holds. Both consumers read
-    every buffer; the warp that loads values reads the queue's words, which come with the queries: one arrival more.
+    A loading warp waits for the empty barrier of a buffer, and starts bulk copies that report their bytes to its full
+    barrier. It tells the full barrier once how many bytes to expect, which is also its one arrival. A reader waits for the
+    full barrier, and arrives at the empty one when it has read everything that the buffer holds. Both consumers read every
+    buffer. The warp that loads values reads the queue's words, which come with the queries: one arrival more.
 
-    Use `i` of a ring of `n` buffers takes buffer `i % n`, in phase `i // n` of its barriers. To wait names the parity
-    of a phase, and passes once that phase is over. So readers wait for `(i // n) & 1` of the full barrier, and who fills
-    waits for the phase before, `((i // n) & 1) ^ 1`, of the empty one; the first time this asks for the phase before
-    the first one, which counts as over. One bit is enough: a buffer is refilled only after all readers gave it back,
-    so no barrier is ever two phases ahead of anyone who waits for it.
+    Use `i` of a ring of `n` buffers takes buffer `i % n`, in phase `i // n` of its barriers. To wait names the parity of a
+    phase, and passes once that phase is over. So readers wait for `(i // n) & 1` of the full barrier. A loading warp waits
+    for the phase before, `((i // n) & 1) ^ 1`, of the empty one. The first time this is the phase before the first one,
+    which counts as over. One bit is enough: a buffer is refilled only after all readers gave it back, so no barrier is ever
+    two phases ahead of a warp that waits for it.
     """
     q_full = make_barriers(C.Q_BUFFERS, 1)
     q_empty = make_barriers(C.Q_BUFFERS, C.CONSUMERS + 1)

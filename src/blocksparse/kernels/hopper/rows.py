@@ -1,10 +1,10 @@
 """Rows of scores in the registers of a consumer on Hopper: which keys are allowed, maxima and sums.
 
-The matrix product of a warp group (wgmma) leaves scores `[64, n]`, of 64 queries and `n` keys, in registers so: warp `w` has
-rows `16 w` to `16 w + 15`; its lane `l` has the rows `16 w + l // 4` and `16 w + l // 4 + 8`, and of each the columns `8 j +
-2 t` and `8 j + 2 t + 1` for `t = l % 4` and all `j` below `n / 8`. So four threads `t` share a row, and each of them has `n
-/ 4` keys of it. `by_thread` gives each of these indices an axis: `[64, n / 8, 4, 2]` is row, `j`, `t` and which of the two.
-A number for each row and thread, such as a partial sum, is `[64, 4]`.
+The matrix product of a warp group (wgmma) leaves scores `[64, n]`, of 64 queries and `n` keys, in registers. Warp `w` has
+rows `16 w` to `16 w + 15`. Lane `l` of it has the rows `16 w + l // 4` and `16 w + l // 4 + 8`. Of each row it has the
+columns `8 j + 2 t` and `8 j + 2 t + 1` for `t = l % 4` and all `j` below `n / 8`. So four threads `t` share a row, and each
+of them has `n / 4` keys of it. `by_thread` gives each of these indices an axis: `[64, n / 8, 4, 2]` is row, `j`, `t` and
+which of the two. A number for each row and thread, such as a partial sum, is `[64, 4]`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _keep_asm(n):
     """PTX for `_kept`: of `n` numbers, number `i` becomes -inf unless its bit is set.
 
     By the order that `on_registers` states, number `i` is of row `i / 2 % 2` and of that row's key `i / 4 * 2 + i % 2`,
-    which is also its bit. 0fFF800000 is -inf.
+    which is also its bit. The constant 0fFF800000 is -inf.
     """
     n = int(n)
     text = "{ .reg .b32 t; .reg .pred p; "
@@ -92,8 +92,8 @@ def _constraints(n, kind):
 def on_registers(tile, of_rows, ASM: gl.constexpr, KIND: gl.constexpr):
     """Runs `ASM` once on all `n` numbers that a thread holds of `tile`, as operands $0 to $n-1, in place.
 
-    The numbers come in pairs, the first row's and the second row's in turn: $0 and $1 are of the first row, $2 and $3 of the
-    second, $4 and $5 of the first again. Operand $2n+i is the entry of `of_rows` `[64, 4]` for number `i`, so all of the
+    The numbers come in pairs, the first row's and the second row's in turn. So $0 and $1 are of the first row, $2 and $3 of
+    the second, $4 and $5 of the first again. Operand $2n+i is the entry of `of_rows` `[64, 4]` for number `i`, so all of the
     first row equal $2n and all of the second $2n+2. `KIND` is the kind of register of `of_rows`: r (32 bits) or f (fp32).
     """
     LAYOUT: gl.constexpr = tile.type.layout
@@ -147,8 +147,9 @@ def _bits_up_to(limit, THREAD: gl.constexpr, PIECE: gl.constexpr):
     """Bits, `[64, 4]`, of a thread's keys among the first `PIECE` columns: 1 up to column `limit` `[64]`, 0 after it.
 
     The keys of thread `t` are the columns `8 j + 2 t + e` for `e` in 0 and 1. With `left = limit - 2 t` those at most
-    `limit` have `8 j + e <= left`: two for each `j` below `left >> 3`, and for `j = left >> 3` itself one, or two if
-    `left & 7` is not 0. As keys stand in rising order, their bits are the lowest `count`; a shift by 32 has no meaning.
+    `limit` have `8 j + e <= left`. These are two for each `j` below `left >> 3`. For `j = left >> 3` itself it is one, or
+    two if `left & 7` is not 0. As keys stand in rising order, their bits are the lowest `count`; a shift by 32 has no
+    meaning.
     """
     thread = gl.arange(0, 4, layout=gl.SliceLayout(0, THREAD))
     left = of_threads(limit, THREAD) - 2 * thread[None, :]

@@ -1,16 +1,16 @@
 """Long lists cut into shares, for launches on Hopper that have few tiles of queries.
 
-A chunk of a prompt has few tiles of queries, and their lists differ in length: of the 512 tiles of 2048 queries over
-128K keys, one may keep 569 blocks where all keep 83 on average. A program that walks such a list from end to end then
-works on when no other has work left. So where there are few tiles and many keys (`shares_of`), a list of more than
-`longest` blocks is cut into equal shares:
+A chunk of a prompt has few tiles of queries, and their lists differ in length. Of the 512 tiles of 2048 queries over 128K
+keys, one may keep 569 blocks where the average is 83. A program that walks such a list from end to end then works on when no
+other has work left. So where there are few tiles and many keys (`shares_of`), a list of more than `longest` blocks is cut
+into equal shares:
 
     1. `_cut` writes a list of work, with an entry for each share. A list that is not cut has one entry.
-    2. The queue of the attention kernel hands out these entries instead of tiles of queries. What the kernel finds for a
-       list that is not cut goes to the output, and what it finds for a share goes to `Shares.out` and
-       `Shares.sums`, as if that share were the whole list.
-    3. `_join` adds up the shares of each list that was cut, each weighted by its part of the softmax's denominator. It gets this
-       part as a sum of weights and the logit that these are relative to, so that large logits lose nothing.
+    2. The queue of the attention kernel hands out these entries instead of tiles of queries. The result of a list that is
+        not cut goes to the output. The result of a share goes to `Shares.out` and `Shares.sums`, as if that share were the
+        whole list.
+    3. `_join` adds up the shares of each list that was cut, each weighted by its part of the softmax's denominator. It gets
+       this part as a sum of weights and the logit that these are relative to, so that large logits stay exact.
 
 Whether and where a list is cut follows from shapes and from its own length, never from other lists, and nothing is read
 back to the host. Shares of the lists with most shares come first in the list of work, so that the longest lists begin
@@ -163,8 +163,10 @@ def _cut(
     work_ptr,
     Q_SPLIT: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the list of work, in one program. Entry `i` of `most * tiles` possible ones is share `most - 1 - i // tiles`
-    of the list of tile `i % tiles`, and `i` is also its target. Those that exist move up to the front.
+    """Writes the list of work, in one program.
+
+    Entry `i` of `most * tiles` possible ones is share `most - 1 - i // tiles` of the list of tile `i % tiles`. Its target is
+    `i` too.
     """
     entry = tl.arange(0, ENTRIES)
     share, tile = most - 1 - entry // tiles, entry % tiles

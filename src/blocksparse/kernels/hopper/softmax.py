@@ -4,9 +4,10 @@ The softmax of a tile of scores on Hopper, which looks for a row's maximum only 
 
 `hopper/rows.py` says which scores a thread holds. Weights are powers of 2 relative to a row's *reference*. Apart from
 rounding the result is the same for any reference, which only has to keep weights from overflowing. So a row keeps its
-reference, at first the maximum of its first tile of keys, for as long as its weights in each of the four threads that share
-it come to no more than `_most` in a tile. Where they come to more, its maximum becomes its reference, sums are scaled
-anew, and the tile's weights are computed once more. Most tiles have no such row, and look for no maximum at all.
+reference, at first the maximum of its first tile of keys, as long as sums of weights stay small. That is so if each of the
+four threads that share the row has a sum of at most `_most` in a tile. Where they come to more, its maximum becomes its
+reference, sums are scaled anew, and the tile's weights are computed once more. Most tiles have no such row, and look for no
+maximum at all.
 
 Each row decides by its own weights, and computing them once more gives a row whose reference stays the same bits. So no row
 depends on another. A row without a key so far has the reference `LOWEST`, relative to which the weight of any logit is
@@ -14,8 +15,9 @@ infinite, so that its first keys raise it.
 
 The softcap of logits on Hopper, and rows that need no maximum because it bounds them.
 
-A capped logit takes a `tanh` and a power of 2, both from a unit that makes 16 results in a clock, while the units for sums
-and products make 128. So where no maximum is looked for, `capped_powers` takes some of the powers on these (its `SHARE`).
+A capped logit takes a `tanh` and a power of 2. Both come from a unit that makes 16 results in a clock, while the units for
+sums and products make 128. So where no maximum is looked for, `capped_powers` takes some of the powers on these (its
+`SHARE`).
 """
 
 from __future__ import annotations
@@ -113,9 +115,9 @@ def _maximum(row, n, scores):
 def _softmax_asm(n, pair, first, most):
     """PTX for `softmax`, on the `n` scores of a thread, in the order that `on_registers` states.
 
-    Operands: first `n` weights, or `n/2` pairs of them, of type `pair`. Of the next `n`, a tile of fp32, three entries for each of
-    the two rows are written: the row's new reference, the factor for its sums, and the sum of its weights. Then come `n`
-    scores, `n` times the references so far, and `n` times the factor that makes logits of scores.
+    Operands: first `n` weights, or `n/2` pairs of them, of type `pair`. Of the next `n`, a tile of fp32, three entries for
+    each of the two rows are written. They are the row's new reference, the factor for its sums, and the sum of its weights.
+    Then come `n` scores, `n` times the references so far, and `n` times the factor that makes logits of scores.
 
     1. Weights and sums relative to the references so far. A vote tells all lanes of a warp whether any lane's sum passes
        `most`. If none does, this was all.
@@ -248,9 +250,9 @@ def _powers_asm(n, share):
     """PTX for `capped_powers`: operand $i becomes 2 to the power of $(n+i) times $(2n+i).
 
     By the order that `on_registers` states, a thread has the numbers 0, 1, 4 and 5 of 8 of one row, and of its keys 0, 1, 2 and
-    3. The polynomial takes the whole part `m` of an exponent `x` by adding 1.5 * 2^23 + 1 (0f4B400001), which leaves `m + 1` in the
-    lowest bits, and half of 2^(x - m) from a polynomial of degree 3, to 2^-13.7 of itself (minimax). Shifted to the
-    exponent's place, `m + 1` is added to its bits. `sat` makes 0 of NaN, to which -inf has come by then, and its shifted bits are 0.
+    3. Adding 1.5 * 2^23 + 1 (0f4B400001) to an exponent `x` with the whole part `m` leaves `m + 1` in the lowest bits. A
+    polynomial of degree 3 (minimax) gives half of 2^(x - m), to 2^-13.7 of itself. Shifted to the exponent's place, `m + 1`
+    is added to its bits. `sat` makes 0 of NaN, to which -inf has come by then, and its shifted bits are 0.
     """
     n, share = int(n), int(share)
     text = "{ .reg .f32 t, m, p; .reg .b32 i, k; "

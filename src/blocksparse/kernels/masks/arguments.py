@@ -96,8 +96,8 @@ class RankedLists:
 class Approximation:
     """What the portable kernel may leave out or round; what is None is exact and costs nothing.
 
-    With scales, token `i` is `x[i] * scale[i]`. Row `r` of the mask reads the keys of head `k_copy[r] * Hk + h`, where
-    `h` is its KV head, so that rows may differ in how their keys were rounded. Weights of fp8 values become fp8, too.
+    With scales, token `i` is `x[i] * scale[i]`. Row `r` of the mask reads the keys of head `k_copy[r] * Hk + h`, where `h`
+    is its KV head. So rows may differ in how their keys were rounded. Weights of fp8 values become fp8, too.
     """
 
     pv_skip: Tensor | None = None  # [Hq] fp32, negative

@@ -21,8 +21,8 @@ from blocksparse.kernels.common.sizes import FAR
 def sees(q_at: Tensor, k_at: Tensor, *, causal: bool, window: int | None) -> Tensor:
     """Whether queries at the positions `q_at` see keys at `k_at`, broadcast against each other; bool.
 
-    A query at position `p` sees every key; when causal those at `k <= p`; and with a window only those at
-    `p - window < k <= p`, which are `window` tokens with its own. A position of -1 is an empty slot and never seen.
+    A query at position `p` sees every key, or when causal those at `k <= p`. With a window it sees only those at `p - window
+    < k <= p`, which are `window` tokens with its own. A position of -1 is an empty slot and never seen.
     """
     there = k_at >= 0
     if not causal:

@@ -17,13 +17,13 @@ more sets the sign bit, so a step is read back as `kept >> 24 & 255`.
 takes an eighth of the work, and the first token, whose score often stands far out, has no part in the range.
 
 Mean queries are rounded to the dtype of the keys, and products are summed in fp32 or better. A step is 1/256 of that range,
-so that keys of one step weigh much the same; but neither the order inside a step nor which of its keys are the last to
-fit says anything about their scores. Positions are below 2^24, which the caller checks (`check_keys`).
+so that keys of one step have almost the same weight. The order inside a step, and which of its keys are the last to fit, do
+not depend on their scores. Positions are below 2^24, which the caller checks (`check_keys`).
 
-On GPUs five launches serve some segments at a time, without a sort. The first finds the range; the second computes all
-scores and writes their steps, which take a byte each; the third searches for the step at which a row is full, and writes
-the keys that are kept; and two more order these by a counting sort. CPUs with a C++ compiler do the same in
-`cpu_scores.cpp`; other CPUs, and float64, take the plain torch below.
+On GPUs five launches serve some segments at a time, without a sort. The first finds the range. The second computes all
+scores and writes their steps, a byte each. The third searches for the step at which a row is full, and writes the keys that
+are kept. Two more order these by a counting sort. CPUs with a C++ compiler do the same in `cpu_scores.cpp`. Other CPUs, and
+float64, take the plain torch below.
 
 `mean_and_products`: The mean query of every segment, and the product of every query with one vector per KV head (S2O, eq. 1 and 2).
 

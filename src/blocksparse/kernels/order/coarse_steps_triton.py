@@ -8,10 +8,11 @@ does not depend on the prompt, so that a score has the same bits however the pro
 
 The Triton kernel of `coarse_order` that chooses which keys are kept: one program per row, without a sort.
 
-A key has a step, a number from 0 to 255, and keys of low steps are better. A row keeps its keys of the lowest
-steps, `count` of them or all that it has, so all that is to be found is the greatest step that is kept: all better keys are kept, and of the keys of that step
-(the tied ones) as many as there is room for, in order of position. A sample guesses that step, and a search among the 16
-steps around the guess counts all keys; if the step may lie outside them, a search among all steps follows.
+A key has a step, a number from 0 to 255, and keys of low steps are better. A row keeps its keys of the lowest steps, `count`
+of them or all that it has. So the kernel searches for the greatest step that is kept. All better keys are kept. Of the keys
+of that step (the tied ones), as many are kept as there is room for, in order of position. A sample guesses that step, and a
+search among the 16 steps around the guess counts all keys. If the step may lie outside them, a search among all steps
+follows.
 
 A step is a byte, and four are read at a time, as a *word*: an int32 whose lowest byte is the step of the first key.
 `coarse_order.py` says how a kept key is stored.
@@ -75,8 +76,9 @@ def _tile_of_rows(
 ):  # fmt: skip
     """The tile of rows of this program.
 
-    Returns its batch entry and KV head; the mean queries `[BLOCK_M, BLOCK_D]`; for each row its number in the output, how
-    many keys its segment orders, and whether it exists; and how many keys the tile's last segment orders.
+    Returns its batch entry and KV head, and the mean queries `[BLOCK_M, BLOCK_D]`. For each row it returns its number in the
+    output, how many keys its segment orders, and whether it exists. The last result is how many keys the tile's last segment
+    orders.
     """
     b = tl.program_id(2) // key_heads
     h = tl.program_id(2) % key_heads
@@ -191,9 +193,9 @@ def _at_most(words, step):
     """A 1 in each byte of the result where that byte `w` of `words` is at most `step`, else a 0; all are from 0 to 255.
 
     One subtraction compares the lower 7 bits of four bytes. A product with 0x01010101 copies the lower bits of `step` into
-    all bytes, and `_HIGH` sets each byte's highest bit, so a byte becomes `128 + step % 128 - w % 128`. That is between 1
-    and 255, so no byte borrows from its neighbour, and it is 128 or more, with its highest bit set, just where
-    `w % 128 <= step % 128`.
+    all bytes, and `_HIGH` sets each byte's highest bit. So a byte becomes `128 + step % 128 - w % 128`. That is between 1
+    and 255, so no byte borrows from its neighbour. It is 128 or more, with its highest bit set, just where `w % 128 <= step
+    % 128`.
 
     What remains is the highest bit of `w` and that of `step`. If `step` is below 128, `w <= step` needs both that the
     highest bit of `w` is 0 and that the lower bits fit: `fits & ~w`. Else one of the two is enough: `fits | ~w`. The answer
@@ -218,15 +220,15 @@ def _sum_of_bytes(words):
 def _narrowed(words_at, words, want, last, better, unit, WORDS: tl.constexpr):
     """One round of the search for the greatest step that is kept, taken to be from `last` to `last + 4 * unit - 1`.
 
-    The three inner bounds are `last` plus one, two and three times `unit`, and for each the keys are counted whose step
-    lies below it, which is at most the bound less one. The greatest step that is kept is the first one at which `want` keys
-    are reached; so where fewer than `want` keys lie below a bound, that step is at or after the bound. Counts grow with the
-    bound, so as many bounds as have fewer are all before that step.
+    The three inner bounds are `last` plus one, two and three times `unit`. For each bound, the keys are counted whose step
+    lies below it. The greatest step that is kept is the first one at which `want` keys are reached. So where fewer than
+    `want` keys lie below a bound, that step is at or after the bound. Counts grow with the bound, so as many bounds as have
+    fewer are all before that step.
 
-    Returns the greatest such bound, or `last`, and how many keys lie below it. If that is `last`, the count is `better` as
-    it was given: the number of keys below `last`, or 0 at the start of a search at a guess, which counted none and starts
-    anew among all steps if it ends there. Words past the row's end read as four steps of 255, which are never counted: no
-    bound exceeds 255.
+    Returns the greatest such bound, or `last`, and how many keys lie below it. If that is `last`, the count is the argument
+    `better`, the number of keys below `last`. At the start of a search at a guess it is 0, since no keys were counted; if
+    the search ends there, it is repeated among all steps. Words past the row's end read as four steps of 255, which are
+    never counted: no bound exceeds 255.
     """
     place = tl.arange(0, WORDS)[None, :]
     below_one, below_two, below_three = want * 0, want * 0, want * 0

@@ -4,18 +4,18 @@
 
     out[b, h, j] = mean over the last `probe` queries i, and over the query heads of h, of softmax_j(scale * q_i . k_j)
 
-On GPUs there are two passes over the keys, neither of which stores a product: the first finds the largest logit of every
-query and the sum of its weights, the second adds up the weights of each key. Sums are in a fixed order, which depends on
-`N` alone. CPUs with a C++ compiler take the kernel in `cpu_scores.cpp`, which holds the products of a few queries; other
-CPUs, and float64, the plain torch below, which holds all products of a KV head at once.
+On GPUs there are two passes over the keys, neither of which stores a product. The first finds the largest logit of every
+query and the sum of its weights. The second adds up the weights of each key. Sums are in a fixed order, which depends on `N`
+alone. CPUs with a C++ compiler take the kernel in `cpu_scores.cpp`, which holds the products of a few queries. Other CPUs,
+and float64, take the plain torch below, which holds all products of a KV head at once.
 
 `segment_sort`: Order tokens by falling value inside each whole segment of `S` tokens.
 
     index[b, h, g * S + i] = g * S + (place of the i-th greatest value of segment g)
 
-Equal values keep their order and NaN comes first, as a stable descending `torch.sort` has it; the tail of `N mod S`
-tokens stays in place. A coarse sort compares only the upper bits of fp32 values, as many as fit into an int32 beside a
-place in the segment: with S = 1024 these are sign, exponent and 13 bits of the fraction.
+Equal values keep their order and NaN comes first, as a stable descending `torch.sort` has it; the tail of `N mod S` tokens
+stays in place. A coarse sort compares only the upper bits of fp32 values, as many as fit into an int32 with an index in the
+segment. With S = 1024 these are sign, exponent and 13 bits of the fraction.
 
 On GPUs, for fp32 values and `S` a power of two up to 4096, one launch sorts segments on chip, as int64, or as int32 if the
 sort is coarse. Everything else takes the plain torch below, on whatever device the values are.

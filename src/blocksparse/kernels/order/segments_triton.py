@@ -7,9 +7,9 @@ head run side by side, so that a key comes from memory once in each pass. The so
 
 The Triton kernel of `segment_sort`.
 
-It sorts integers, each of which has a value in its upper bits and the value's place in the segment in its lower ones: an
-int64 with 32 bits of each, or for a coarse sort an int32 with `log2(S)` bits of place. So no two are equal, and equal values
-keep their order.
+It sorts integers with a value in the upper bits and the value's index in the segment in the lower ones. They are int64 with
+32 bits of each, or for a coarse sort int32 with `log2(S)` bits of index. So no two are equal, and equal values keep their
+order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What 8-bit attention on Hopper reads: queries, keys and values are rounded to 8 bits on their way into slots.
 
-A tile here is 64 or 128 consecutive slots. In a matrix product on Hopper four threads share a row of scores, and thread
-`t` of them holds the columns `i` with `i % 8 // 2 == t` (`hopper/rows.py`). The slots `i` of a tile with the same `t` are a
-*group*. Keys and values are stored twice: heads 0 to H - 1 have a scale per group, and serve tiles that a query sees whole;
-heads H to 2H - 1 have a scale per token, and serve tiles at the edge of what a query sees, so that no row learns of a later
-token. An index of -1 is an empty slot, which gets zeros.
+A tile here is 64 or 128 consecutive slots. In a matrix product on Hopper four threads share a row of scores. Thread `t` of
+them holds the columns `i` with `i % 8 // 2 == t` (`hopper/rows.py`). The slots `i` of a tile with the same `t` are a
+*group*. Keys and values are stored twice. Heads 0 to H - 1 have a scale per group, and serve tiles that a query sees whole.
+Heads H to 2H - 1 have a scale per token, and serve masked tiles, so that no row depends on a later token. An index of -1 is
+an empty slot, which gets zeros.
 
 Queries and keys are rotated first, `x @ H / sqrt(D)` with `H[i, j] = (-1)^popcount(i & j)`. Their products stay what they
 are, and rounding errs by about a third less, since a large entry is spread over all.

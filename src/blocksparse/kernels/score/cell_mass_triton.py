@@ -1,8 +1,9 @@
 """The Triton kernels of `cell_mass`: fp16, bf16 and fp32.
 
-The kernel in `cells_triton.py`, or that in `pooled_sums_triton.py` for cells of one slot, leaves, for each query cell
-and tile of key cells, the best logit in the tile, and sums of weights over each block of the tile, relative to that logit.
-The kernel here turns these into mass. Logits never leave the chip. Query cells are taken in bands of some rows of blocks, so that the sums stay small.
+Another kernel runs first, that of `cells_triton.py`, or of `pooled_sums_triton.py` for cells of one slot. It leaves the best
+logit of each query cell in each tile of key cells, and sums of weights over each block of the tile, relative to that logit.
+The kernel here turns these into mass. Logits never leave the chip. Query cells are taken in bands of some rows of blocks, so
+that the sums stay small.
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ def cell_mass_triton(
 
 
 def _options(high: int, block_n: int, wide: int) -> dict[str, int]:
-    """Of the second kernel: how many tiles a program holds at a time, of totals and of sums; how many cells' sums it asks
-    for at once, 0 for all; and its warps.
+    """Options of the second kernel.
 
-    Nothing here follows from the prompt's length, so that a cell has the same mass in a chunk as in the whole prompt.
+    These are how many tiles of totals and of sums a program holds at a time, how many cells' sums it asks for at once (0
+    for all), and its warps.
     """
     if high > _MANY:
         sums = max(_SUMS * wide // (high * block_n), 1)

@@ -2,8 +2,8 @@
 
 `probe_lines`: The softmax of the last queries (the probe) over all keys, summed along columns and along diagonals.
 
-There are three implementations: on GPUs the Triton kernels in `probe_lines_triton.py`; on CPUs with a C++ compiler the
-kernel in `cpu_scores.cpp`; and for other CPUs, float64, and on GPUs long probes and sliding windows the plain torch below,
+There are three implementations. GPUs take the Triton kernels in `probe_lines_triton.py`. CPUs with a C++ compiler take the
+kernel in `cpu_scores.cpp`. Other CPUs, float64, and on GPUs long probes and sliding windows take the plain torch below,
 which computes in fp32 or better.
 
 `probe_sums`: The softmax of the last queries (the probe) over all keys, summed over blocks of keys and over bands of distances.
@@ -11,9 +11,9 @@ which computes in fp32 or better.
     columns[b, h, j]  the mean weight that the queries give to the keys of block `j`
     bands[b, h, j]    and to the distances `j run` to `j run + run - 1`
 
-These are `run_sums` of the two results of `probe_lines`, in causal calls without a window. Sums over runs need no weight of a
-single key, so each tile of logits is computed once: it gives sums for each query, which are divided by the query's whole sum
-when that is known. There is a Triton kernel for GPUs (`probe_sums_triton.py`); who has none sums the lines.
+These are `run_sums` of the two results of `probe_lines`, in causal calls without a window. Sums over runs need no weight of
+a single key, so each tile of logits is computed once. It gives sums for each query, which are divided by the query's whole
+sum when that is known. GPUs have a Triton kernel (`probe_sums_triton.py`); other devices sum the lines.
 """
 
 from __future__ import annotations

@@ -140,8 +140,9 @@ def _weights(
 ):  # fmt: skip
     """Stores the means of softmax weights over the queries, and the parts of diagonals.
 
-    The parts are `[B, Hq, spans of keys, spans of queries, 2, SPAN]`: in each square those of the diagonals that meet its
-    first row at each of its keys, and those that would meet it as many keys after the square before began.
+    The parts are `[B, Hq, spans of keys, spans of queries, 2, SPAN]`. In each square the first part is that of the diagonals
+    that meet its first row at each of its keys. The second part is that of the diagonals that would meet this row in the
+    square before.
     """
     h = tl.program_id(1)
     b = tl.program_id(2)

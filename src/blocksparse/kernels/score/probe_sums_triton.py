@@ -1,9 +1,9 @@
 """The Triton kernels of `probe_sums`: fp16, bf16 and fp32.
 
-A tile has the logits of all queries of the probe with one block of keys. Its distances lie in up to three bands, and row `r`
-and column `c` of it in part 0 if `c >= r + offset`, in part 2 if `c < r + offset - RUN`, else in part 1. Of each query a tile
-stores its maximum, and the sums of its weights beside it in each part; a second launch joins them. No sum depends on which
-program comes first.
+A tile has the logits of all queries of the probe with one block of keys. Its distances lie in up to three bands. Row `r` and
+column `c` of the tile are in part 0 if `c >= r + offset`, in part 2 if `c < r + offset - RUN`, else in part 1. For each
+query a tile stores its maximum, and the sums of its weights relative to it in each part. A second launch joins them. No sum
+depends on which program comes first.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The smallest set of blocks that holds a share of a whole head's mass: all rows of a head have one budget.
 
 It is `top_cdf` with sums over the head: blocks are taken heaviest first, ties by place, until `mass` of the head's total is
-reached. Weights are rounded to integers, called ticks, of which the heaviest block of a head has up to 2^30
-(`top_cdf.py`). Sums of integers do not depend on their order, so the GPU's kernels, which search for the lightest
-block that is taken, and the plain torch below, which sorts, choose the same blocks. With over 4 million blocks in a head,
-fp64 may round a target by some ticks, a billionth of a block each.
+reached. Weights are rounded to integers, called ticks, of which the heaviest block of a head has up to 2^30 (`top_cdf.py`).
+Sums of integers do not depend on their order. So the GPU's kernels, which search for the lightest block that is taken,
+choose the same blocks as the plain torch below, which sorts. With over 4 million blocks in a head, fp64 may round a target
+by some ticks, a billionth of a block each.
 """
 
 from __future__ import annotations

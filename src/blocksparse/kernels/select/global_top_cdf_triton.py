@@ -1,9 +1,9 @@
 """The Triton kernels of `global_top_cdf`: a search for the lightest block taken, in three passes over all blocks of a head.
 
 A tick count is a whole number in fp32, so its bits, less those of 1.0, are a key of 28 bits that grows with it. A pass adds
-up ticks by ten bits of the key, among the blocks whose higher bits are those of the lightest block taken; the next pass knows
-from these sums what the ten bits of that block are. Programs add with integer atomics, so that it does not matter which
-comes first.
+up ticks by ten bits of the key, among the blocks whose higher bits are those of the lightest block taken. From these sums
+the next pass knows the ten bits of that block. Programs add with integer atomics, so that it does not matter which comes
+first.
 """
 
 from __future__ import annotations

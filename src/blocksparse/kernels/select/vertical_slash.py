@@ -4,8 +4,8 @@ Chosen lines of a head: keys, or distances, in runs of equal length.
 
 `line_blocks`: The blocks that chosen columns and distances cross, as a mask on a grid.
 
-Lines are chosen in runs of equal length, and a running count says which: a block holds the keys, or the distances, from one
-number to another, so it is crossed if the count grows between them.
+Lines are chosen in runs of equal length, and a running count marks the chosen ones. A block holds the keys, or the
+distances, from one number to another, so it is crossed if the count grows between them.
 
 `heaviest_lines`: The heaviest lines (columns, bands or distances) of each head: as many as hold a share of the mass, or a number.
 
@@ -81,7 +81,7 @@ def line_blocks(
 def crossed(bands: Lines, grid: BlockGrid) -> Tensor:
     """The blocks that may hold a pair at a chosen distance, `[B, Hq, rows, cols]` bool.
 
-    The distances in a block lie between its first query minus its last key and its last query minus its first key, so every
+    The distances in a block lie between its first query minus its last key and its last query minus its first key. So every
     chosen pair is in one of these blocks. A run of distances as long as a block crosses two diagonals of blocks.
     """
     low, high = grid.q_first - grid.k_last, grid.q_last - grid.k_first

@@ -108,9 +108,9 @@ def tune(
         journal: a file that gets every measurement. A run that was killed goes on from there, and a run with
             the same model and prompts but another budget, say, takes what it needs from there.
         budget: what the plan may lose.
-        candidates: what may attend in a layer; dense attention always may. One that keeps nine tenths of the work
-            of a layer or more is never taken there: it saves next to nothing, and a window or a number of tokens
-            that suffices here may not in longer prompts.
+        candidates: what may attend in a layer; dense attention always may. A candidate that keeps 90 % of the work
+            of a layer or more is never taken there, since it saves little. A window or a number of tokens that
+            suffices here may not suffice in longer prompts.
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
         batch: how many prompts a call will have; times are those of such calls.
         head_groups: into how many groups the KV heads of each layer are split; each gets its own choice.
