@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import colormaps
 from matplotlib import pyplot as plt
-from matplotlib.colors import ListedColormap, LogNorm, to_rgba
+from matplotlib.colors import LogNorm, to_rgba
 from matplotlib.patches import Patch
 from torch import Tensor
 
 import blocksparse as bs
-from benchmarks.charts import GREEN, ORANGE, THEMES, themed
+from benchmarks.charts import DROPPED, GREEN, ORANGE, SHADES, THEMES, themed
 from blocksparse.testing import make_qkv
 from blocksparse.tools.demo import TEXT
 from blocksparse.tools.demo.measure import build, measure
@@ -28,8 +27,6 @@ from blocksparse.tools.demo.picture import pooled_attention
 
 LAYER, HEAD, TOKENS = 8, 1, 2048  # the head that the demo shows, and a prompt in which blocks are visible
 SEGMENT, BLOCK, PIXELS = 256, 64, 512
-SHADES = ListedColormap(colormaps["Blues"](np.linspace(0.08, 1.0, 256)))  # darker: more attention
-DROPPED = "#b9bdc5"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 
 
@@ -64,9 +61,9 @@ def four_stages(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
     figure, panels = plt.subplots(2, 2, figsize=(7.6, 9.0), layout="constrained", sharex=True, sharey=True)
     stages = (
-        ("1  Permuter", f"sorts the keys of each segment of {SEGMENT}:\nthe most important come first", seen),
+        ("1  Permuter", f"sorts the keys of each segment of {SEGMENT},\nthe most important first", seen),
         ("2  Scorer", f"estimates the attention of each block\nof {BLOCK} x {BLOCK} tokens", scored),
-        ("3  Selector", "keeps the blocks with the highest scores\nand those that are always kept", chosen),
+        ("3  Selector", "keeps the blocks with the highest scores,\nand each segment's own blocks", chosen),
         ("4  Executor", "computes exact attention\nover the kept blocks", computed),
     )
     for axes, (stage, does, image) in zip(panels.flat, stages, strict=True):
@@ -81,7 +78,7 @@ def four_stages(q: Tensor, k: Tensor, v: Tensor) -> Any:
         f"{density:.0%} of the work covers {share:.1%} of this head's attention", weight="bold", fontsize=14
     )
     legend = [
-        Patch(color=SHADES(0.25), label="little attention"),
+        Patch(color=SHADES(0.2), label="little attention"),
         Patch(color=SHADES(0.95), label="much attention"),
         Patch(color=GREEN, label="kept block"),
         Patch(color=ORANGE, label="always kept"),
