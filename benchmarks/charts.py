@@ -102,7 +102,9 @@ def pipeline() -> Any:
         for place, token in enumerate(names):
             corner = (2.36 * i + 0.45 + place * cell, -0.62)
             axes.add_patch(Rectangle(corner, 0.92 * cell, 0.92 * cell, facecolor="none", edgecolor=ink))
-            axes.text(corner[0] + 0.46 * cell, -0.62 + 0.44 * cell, token, ha="center", va="center", fontsize=7)
+            axes.text(
+                corner[0] + 0.46 * cell, -0.62 + 0.44 * cell, str(token), ha="center", va="center", fontsize=7
+            )
     notes = ("keys, in the new order", "darker: more attention", "green: kept", "queries, in order")
     for i, (note, y) in enumerate(zip(notes, (-0.8, -1.7, -1.7, -0.8), strict=True)):
         axes.text(2.36 * i + 1.05, y, note, ha="center", va="center", fontsize=7.5)
