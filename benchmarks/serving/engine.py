@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.turns import CHUNK
 from benchmarks.tasks.sample import Sample
 
 _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -162,12 +163,13 @@ class Engine:
     def load(self, arrivals: list[tuple[float, int, int]], seed: str) -> list[list[float]]:
         """When each token of each request came, in seconds, of requests that arrive at given times.
 
-        A request that arrives during a step waits for its end, as in vLLM's server, whose engine runs by itself.
+        Prompts are cut into chunks of 8192. A request that arrives during a step waits for its end, as in vLLM's
+        server, whose engine runs by itself.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self.scheduler.max_num_scheduled_tokens = self._most
+        self.scheduler.max_num_scheduled_tokens = min(self._most, CHUNK)
         prompts = self._prompts(seed, [tokens for _, tokens, _ in arrivals])
         engine, added = self.llm.llm_engine, 0
         times: list[list[float]] = [[] for _ in arrivals]
