@@ -18,6 +18,7 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_ENABLE_V1_MULTIPROCESSING="0"
 )
 
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -111,6 +112,7 @@ def main(out: Path) -> None:
         "cached": sum(cached for _, cached, _ in served),
         "calls": [calls for _, _, calls in served],
         "counters": llm.collective_rpc("blocksparse_counters")[0],
+        "exported": REGISTRY.get_sample_value("blocksparse_prompts_total", {"attention": "little work"}),
         "audit": llm.collective_rpc("blocksparse_audit")[0],
         "preempted": watched.preempted,
         "mixed": watched.mixed,

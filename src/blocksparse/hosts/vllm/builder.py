@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -67,6 +67,11 @@ class SplitBatches:
         ]
         how = [f" ({engine.threshold(kind, self._kinds.worth)}, by {kind!r})" for kind in self._kinds.pipelines]
         _log.info("blocksparse: %s", _summary(impls.values(), how))
+        every = [
+            impl for layer in layers.values() if isinstance(impl := getattr(layer, "impl", None), SparsePrefill)
+        ]
+        if all(impl.dense_because is not None for impl in every):
+            _warn_once(", ".join(sorted({str(impl.dense_because) for impl in every})))
         names = [name for name, impl in impls.items() if impl.attention is not None]
         if names and vllm_config.parallel_config.rank == 0 and engine.counters.is_of(names[0]):
             self._counters = engine.counters
@@ -143,3 +148,8 @@ def _summary(impls: Iterable[SparsePrefill], how: Sequence[str]) -> str:
         state = ("sparse", how[impl.kind]) if sparse else (f"dense ({impl.dense_because})", "")
         groups.setdefault(state, []).append(impl.layer)
     return "; ".join(f"{state} in layers {Runs.of(sorted(its))}{how}" for (state, how), its in groups.items())
+
+
+@lru_cache(maxsize=64)
+def _warn_once(reasons: str) -> None:
+    _log.warning("blocksparse: no layer of this model goes sparse (%s), so the backend changes nothing", reasons)

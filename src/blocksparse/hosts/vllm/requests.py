@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, final
@@ -33,18 +32,12 @@ class Requests:
         self._worker = worker
         self._turned_off: set[str] = set()
 
-    @contextmanager
-    def step(self, scheduled: Any) -> Iterator[None]:
-        """A context in which the worker runs what vLLM's SchedulerOutput says."""
+    def saw(self, scheduled: Any) -> None:
+        """Learn of the requests that begin, and of those that ended, from vLLM's SchedulerOutput of a step."""
         self._turned_off.difference_update(scheduled.finished_req_ids)
         for new in scheduled.scheduled_new_reqs:
             given = getattr(new.sampling_params, "extra_args", None) or {}
             (self._turned_off.add if _turns_off(given.get(KEY, True)) else self._turned_off.discard)(new.req_id)
-        token = self.running.set(self)
-        try:
-            yield
-        finally:
-            self.running.reset(token)
 
     def of_rows(self, rows: int, places: Sequence[int] | None) -> list[Request] | None:
         """The request of each row of a batch; None where this version of vLLM does not tell.
@@ -85,8 +78,12 @@ def watch(worker: Any) -> None:
     @wraps(before)
     def execute_model(self: Any, scheduler_output: Any, *more: Any, **named: Any) -> Any:
         requests = vars(self).setdefault(_OURS, Requests(self))
-        with requests.step(scheduler_output):
+        requests.saw(scheduler_output)
+        token = Requests.running.set(requests)
+        try:
             return before(self, scheduler_output, *more, **named)
+        finally:
+            Requests.running.reset(token)
 
     setattr(execute_model, _OURS, True)
     worker.execute_model = execute_model
