@@ -64,12 +64,14 @@ def on_rank_1(**changed: Any) -> Case:
             mesh.get_local_rank("ranks"),
             {"N": 32, **(changed if mesh.get_local_rank("ranks") else {})},
         )
-        options = {name: arguments.pop(name) for name in ("causal", "scale", "remaining") if name in arguments}
-        parts = arguments.pop("parts", 2)
+        options = {
+            name: arguments.pop(name) for name in ("causal", "scale", "remaining", "softcap") if name in arguments
+        }
+        parts, attention = arguments.pop("parts", 2), arguments.pop("attention", POOLED)
         with pytest.raises(
             ValueError, match=r"^the ranks of mesh dimension 'ranks' must make one call with the same"
         ):
-            Ulysses(POOLED, mesh, "ranks", parts=parts)(*make_qkv(seed=rank, **arguments), **options)
+            Ulysses(attention, mesh, "ranks", parts=parts)(*make_qkv(seed=rank, **arguments), **options)
 
     return case
 
@@ -285,5 +287,7 @@ REFUSED: dict[str, Case] = {
     "ranks with other causality": on_rank_1(causal=False),
     "ranks with other dtypes": on_rank_1(dtype=torch.float16),
     "ranks with other options": on_rank_1(parts=1),
+    "ranks with other pipelines": on_rank_1(attention=bs.mean_pooling(0.5, block=16)),
+    "ranks with other softcaps": on_rank_1(softcap=3.0),
     "one rank is refused": one_rank_is_refused,
 }  # fmt: skip

@@ -119,8 +119,7 @@ class Ulysses(Scheme):
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         ranks, Hq, Hkv = self._ranks, q.shape[1], k.shape[1]
-        options = f"Ulysses {self.parts} {self.density!r} {call.sequences!r}"
-        queries, keys = lengths(q, k, v, call, ranks, options=options)
+        queries, keys = lengths(q, k, v, call, ranks, scheme=self)
         if call.sequences is not None:
             call.sequences.check_fits(q.shape[0], sum(queries), sum(keys), causal=call.spec.causal)
         parts = shares(Hq, Hkv, ranks.size, self._loads(Hq), self.parts)
