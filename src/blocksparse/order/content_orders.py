@@ -1,10 +1,8 @@
 """Orders of tokens by what they hold: sorted inside segments of the prompt, or clusters of like ones.
 
-SegmentKeySort   Orders that sort tokens inside segments of the prompt (PBS-Attn).
-KMeansOrder      Queries and keys in the order of clusters of like ones (SVG2, arXiv 2505.18875, section 4.1).
-
 SegmentKeySort     Sort keys by importance inside segments (PBS-Attn, sections 3.2 and 3.3).
 SegmentQuerySort   Sort queries inside segments by the key block they look most like (PBS-Attn, section 4.3).
+KMeansOrder        Queries and keys in the order of clusters of like ones (SVG2, arXiv 2505.18875, section 4.1).
 """
 
 from __future__ import annotations
