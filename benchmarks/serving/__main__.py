@@ -231,7 +231,7 @@ def _options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=JSON",
-        help="a configuration that the last engine takes on in turn with its own: its preset and `gather` alone",
+        help="a configuration that the last engine takes on in turn with its own: its preset alone",
     )  # fmt: skip
     parser.add_argument(
         "--bound", action="store_true", help="unmodified vLLM without any attention takes turns too"

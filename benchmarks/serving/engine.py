@@ -276,7 +276,7 @@ def _become(worker: Any, given: dict[str, Any]) -> None:
         attention = getattr(getattr(layer, "impl", None), "attention", None)
         if attention is not None:
             pipeline = settings.layers[attention.layer]
-            layer.impl.attention = evolve(attention, pipeline=pipeline, gather=settings.gather)
+            layer.impl.attention = evolve(attention, pipeline=pipeline)
 
 
 def _attend(worker: Any, on: bool) -> None:

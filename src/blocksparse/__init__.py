@@ -3,7 +3,7 @@
 q, k --Permuter--> Permutation --Scorer--> BlockScores --Selector--> BlockMask --Executor--> AttentionOutput
 """
 
-from blocksparse.batch.pages import PagedKV, PageTable
+from blocksparse.batch.pages import PageTable
 from blocksparse.batch.sequences import Sequences, Span
 from blocksparse.check.per_head import HeadValues
 from blocksparse.execute.auto import AutoExecutor, ExecutorChoice
@@ -24,7 +24,6 @@ from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.masks.grid import Places
 from blocksparse.launch.failures import LaunchError
 from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
-from blocksparse.layers.paged_pipeline import PagedPipeline
 from blocksparse.layers.schedule import Schedule
 from blocksparse.layers.sdpa import scaled_dot_product_attention
 from blocksparse.order.content_orders import KMeansOrder, SegmentKeySort, SegmentQuerySort
@@ -138,8 +137,6 @@ __all__ = [
     "OnTiles",
     "OutputAwareScorer",
     "PageTable",
-    "PagedKV",
-    "PagedPipeline",
     "PeakShare",
     "Permutation",
     "Permuter",

@@ -249,12 +249,6 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         if not self.scorer.keeps_history:
             because = f"{type(self.scorer).__name__} remembers nothing of keys"
             raise UnsupportedError(f"{because}: call without 'history', which would save nothing", because)
-        if history.reads_pages and not self.scorer.takes_paged_keys:
-            because = f"{type(self.scorer).__name__} needs the keys themselves"
-            raise UnsupportedError(f"{because}: gather them, and make the history without 'paged'", because)
-        if history.reads_pages and not spec.causal:
-            because = "keys in the pages of a cache are those of a causal call"
-            raise UnsupportedError(f"{because}: give causal=True, or gather them", because)
         if permutation.k_index is not None:
             raise ValueError(
                 f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "

@@ -105,11 +105,10 @@ def calls(hardware: Hardware) -> dict[str, Call]:
 
 
 def read_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Keys and values of one request from pages of 128 tokens, gathered and in place."""
+    """Keys and values of one request from pages of 128 tokens, gathered."""
     keys, values = (x.view(-1, TOKENS // 128, 128, x.shape[3]).transpose(0, 1) for x in (k, v))
     table = bs.PageTable(torch.arange(TOKENS // 128)[None], [TOKENS], page_size=128)
     table.gather(keys, values)
-    bs.PagedPipeline(bs.mean_pooling(executor=bs.TritonExecutor()))(q, table.in_place(0, keys, values))
 
 
 def end_of_long(pipeline: bs.Pipeline[Any, Any, Any], q: Tensor, k: Tensor, v: Tensor) -> None:

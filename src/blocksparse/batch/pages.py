@@ -1,4 +1,4 @@
-"""Keys and values in the pages of a cache: of many requests (`PageTable`), and of one (`PagedKV`)."""
+"""Keys and values of several requests in the pages of a cache: `PageTable`."""
 
 from __future__ import annotations
 
@@ -14,86 +14,6 @@ from blocksparse.batch.sequences import Sequences
 from blocksparse.check.validators import block_size, count, numbers_on_host, shown, whole
 from blocksparse.kernels.layout.gather import gather_pages
 from blocksparse.launch.torch_modes import DTYPES
-
-LEAST_RUN = 16
-"""Tokens that one copy of the kernel for Hopper takes at least."""
-_MOST_SLOTS = 2**30  # a number from there on means "nowhere" to the kernel for Hopper
-
-
-@final
-@frozen(eq=False)
-class PagedKV:
-    """Keys and values of one request in a cache that holds others as well. `PageTable.in_place` makes it.
-
-        kv = table.in_place(request, keys, values)
-        out = PagedPipeline(pipeline)(q, kv)
-
-    The cache is seen as one row of slots for each head (`flat`), so that one number says where a token lies.
-
-    Args:
-        keys: `[1, Hkv, slots, D]`, as `flat` gives them.
-        values: `[1, Hkv, slots, Dv]`, likewise.
-        slots: `[1, 1, N]` int32, the slot of each token.
-        run: so many tokens, a power of two, lie one behind another, from each multiple of it on.
-    """
-
-    keys: Tensor
-    values: Tensor
-    slots: Tensor
-    run: int = field(kw_only=True)
-
-    @property
-    def k(self) -> Tensor:
-        """A stand-in for the keys with their sizes, `[1, Hkv, N, D]`, whose numbers mean nothing."""
-        return self.keys[:, :, :1].expand(-1, -1, self.slots.shape[2], -1)
-
-    @property
-    def v(self) -> Tensor:
-        """The same for the values, `[1, Hkv, N, Dv]`."""
-        return self.values[:, :, :1].expand(-1, -1, self.slots.shape[2], -1)
-
-    @property
-    def key_slots(self) -> Tensor:
-        """The slot of each key of each head, `[1, Hkv, N]` int32: one row, seen once for each head."""
-        return self.slots.expand(-1, self.keys.shape[1], -1)
-
-
-def lies_in_slots(cache: Tensor) -> bool:
-    """Whether one row of slots runs through all pages of a cache `[pages, Hkv, page_size, D]`."""
-    page, _, slot, inner = cache.stride()
-    return inner == 1 and slot > 0 and page % slot == 0 and len(cache) * (page // slot) < _MOST_SLOTS
-
-
-def slots_per_page(cache: Tensor) -> int:
-    """How many slots lie from the begin of one page to that of the next, in a cache `[pages, Hkv, page_size, D]`.
-
-    Raises:
-        ValueError: no row of slots runs through all pages.
-    """
-    if not lies_in_slots(cache):
-        raise ValueError(
-            "the cache must have numbers of a token one behind another, pages whole numbers of tokens apart, and "
-            "fewer than 2**30 tokens from its first to its last page: "
-            f"{shown(cache)} with strides {cache.stride()}"
-        )
-    return cache.stride(0) // cache.stride(2)
-
-
-def flat(cache: Tensor, apart: int) -> Tensor:
-    """A view of a cache `[pages, Hkv, page_size, D]` as `[1, Hkv, slots, D]`, whose slots may share memory.
-
-    `apart` is `slots_per_page(cache)`: slot `s` of page `p` is slot `p * apart + s`. Slots between pages, where
-    heads of a page lie behind one another, are other heads' and belong to no token here.
-    """
-    (pages, heads, page_size, D), (_, of_heads, of_slots, _) = cache.shape, cache.stride()
-    slots = (pages - 1) * apart + page_size
-    return cache.as_strided((1, heads, slots, D), (slots * of_slots, of_heads, of_slots, 1))
-
-
-def slots_of(pages: Tensor, tokens: int, page_size: int, apart: int) -> Tensor:
-    """The slot of each token of a request, `[1, 1, tokens]` int32, from its `pages`, int32 and in order."""
-    token = torch.arange(tokens, dtype=torch.int32, device=pages.device)
-    return (pages[token // page_size] * apart + token % page_size)[None, None]
 
 
 def _lengths(lengths: Sequence[int] | Tensor) -> tuple[int, ...]:
@@ -131,9 +51,6 @@ class PageTable:
     _pages: tuple[Tensor, ...] = field(  # [pages of the request] int32, for each request
         init=False, repr=False, default=Factory(lambda self: self._of_requests(), takes_self=True)
     )
-    _slots: dict[tuple[int, int], Tensor] = field(
-        init=False, repr=False, factory=dict
-    )  # by request, and by layout
 
     def _of_requests(self) -> tuple[Tensor, ...]:
         table = self.block_table
@@ -237,38 +154,6 @@ class PageTable:
         if N:
             gather_pages(keys, values, self._pages[request], k, v)
         return k, v
-
-    def in_place(self, request: int, keys: Tensor, values: Tensor) -> PagedKV:
-        """The keys and values of one request where they lie, for `PagedPipeline`, which gathers nothing.
-
-        What is worked out of the table serves all layers whose caches have the same strides.
-
-        Args:
-            request: its row in the table, from 0 on. It must have a token.
-            keys: as in `gather`, with strides of pages that are multiples of those of tokens. Both `[pages, Hkv,
-                page_size, D]` and `[pages, page_size, Hkv, D]` in memory are so, and halves of each.
-            values: as in `gather`, with the same strides of pages and tokens.
-
-        Raises:
-            TypeError, ValueError: as in `gather`; or the request does not exist, or it has no token; or the
-                strides of the cache break the rules above.
-        """
-        self._check(keys, values)
-        count.check(request=request)
-        if request >= len(self.lengths) or not self.lengths[request]:
-            raise ValueError(
-                f"'request' must be a row of the table with a token, below {len(self.lengths)}: {request}"
-            )
-        apart = slots_per_page(keys)
-        if slots_per_page(values) != apart:
-            raise ValueError(
-                "'values' must have pages as many tokens apart as the keys have "
-                f"({apart}): {slots_per_page(values)}"
-            )
-        if (slots := self._slots.get((request, apart))) is None:
-            pages, tokens = self._pages[request], self.lengths[request]
-            slots = self._slots[request, apart] = slots_of(pages, tokens, self.page_size, apart)
-        return PagedKV(flat(keys, apart), flat(values, apart), slots, run=self.page_size & -self.page_size)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         device = self.block_table.device

@@ -9,15 +9,13 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.batch.pages import PagedKV
 from blocksparse.check.validators import Rule, is_real, optional
 from blocksparse.execute.cpu import CpuExecutor
-from blocksparse.execute.executor import AttentionOutput, Executor, PagedExecutor
+from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.execute.flex import FlexExecutor
 from blocksparse.execute.reference import ReferenceExecutor
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.inputs import UnsupportedError
-from blocksparse.kernels.common.hardware import is_hopper
 from blocksparse.kernels.common.sizes import cdiv
 from blocksparse.launch.replay import refuse_repetition
 from blocksparse.order.permutation import GlobalPermutation
@@ -94,7 +92,7 @@ _operations = Rule("a number of floating-point operations from 0 to 1e30", is_re
 
 @final
 @frozen(cache_hash=True)
-class AutoExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
+class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     """Takes `CpuExecutor` on a CPU, on a GPU `TritonExecutor` or else `FlexExecutor`, and elsewhere the reference.
 
     It never rounds to 8 bits: name `Int8Executor` for that. `choose` returns the executor that runs and the
@@ -138,14 +136,6 @@ class AutoExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
         if work >= pays_from or work * idle_factor(q) >= pays_from:
             return None
         return f"little work: fewer than {_short(pays_from)} floating-point operations (dense_below)"
-
-    def attend_paged(
-        self, q: Tensor, kv: PagedKV, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
-    ) -> AttentionOutput:
-        return _TRITON.attend_paged(q, kv, mask, spec, out)
-
-    def gathers_because(self, device: torch.device) -> str | None:
-        return None if is_hopper(device) else "AutoExecutor reads pages by the kernel for Hopper alone"
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> ExecutorChoice:
         """What a pipeline would run for these inputs, and why nothing faster."""

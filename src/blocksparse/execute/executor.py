@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast, final
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from blocksparse.batch.pages import PagedKV
 from blocksparse.check.class_line import check_got
 from blocksparse.inputs import UnsupportedError, check_out, refuse_gradients
 from blocksparse.launch.torch_modes import DTYPES
@@ -175,24 +173,6 @@ def knows_no_window(mask: BlockMask) -> list[str]:
 def knows_no_logit_change(spec: AttentionSpec) -> list[str]:
     """The reason of an executor that computes a plain softmax alone, if another is asked for."""
     return [] if spec.is_plain else ["it knows no softcap and no attention sinks"]
-
-
-class PagedExecutor(Executor[PermutationT_contra, MaskT_contra]):
-    """An executor that reads keys and values where they lie, too, for a `PagedPipeline`."""
-
-    @abstractmethod
-    def attend_paged(
-        self, q: Tensor, kv: PagedKV, mask: MaskT_contra, spec: AttentionSpec, out: Tensor | None = None
-    ) -> AttentionOutput:
-        """Make the same call with keys and values in the pages of a cache; `mask` is of `kv.k`.
-
-        Raises:
-            TypeError, ValueError: as in `check`, or the mask moves keys.
-        """
-
-    def gathers_because(self, device: torch.device) -> str | None:
-        """The reason why keys and values must leave the pages of a cache on this device, or None."""
-        return None
 
 
 def refuse_several_orders(mask: BlockMask, kernel: str) -> None:

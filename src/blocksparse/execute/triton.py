@@ -10,13 +10,11 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from blocksparse.batch.pages import LEAST_RUN, PagedKV
 from blocksparse.check.per_head import PerHead, by_head, maybe_per_head, negative, wrong_heads
 from blocksparse.check.validators import a, optional
-from blocksparse.execute.executor import AttentionOutput, PagedExecutor, one_order
+from blocksparse.execute.executor import AttentionOutput, Executor, one_order
 from blocksparse.execute.launched import BlockPlan, OneNode, first_launched, never_launched, one_node
 from blocksparse.execute.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
-from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.sizes import copies_in_bulk
@@ -33,7 +31,7 @@ _HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."
 
 @final
 @frozen(cache_hash=True)
-class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
+class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     """Gather keys and values once per KV head, then attend to the kept blocks of each row in one kernel.
 
     It takes fp16, bf16 and fp32, head dims up to 256 (padded to a power of two on chip) and grouped query heads
@@ -89,27 +87,6 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
     ) -> AttentionOutput:
         if is_transformed():
             return one_node(self._node, q, k, v, mask, spec).written_to(out)
-        return self._attend(q, k, v, mask, spec, out, None)
-
-    def attend_paged(
-        self, q: Tensor, kv: PagedKV, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
-    ) -> AttentionOutput:
-        if mask.grid.permutation.k_index is not None:
-            because = "keys in pages are not moved"
-            raise UnsupportedError(f"{because}: take an order that leaves keys in place", because)
-        return self._attend(q, kv.k, kv.v, mask, spec, out, kv)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None,
-        paged: PagedKV | None,
-    ) -> AttentionOutput:
-        """Attend; to `paged` if it is there, of which `k` and `v` are then the stand-ins."""
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid = mask.grid
         permutation = one_order(mask)
@@ -130,7 +107,7 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
                 grid.positions,
                 tiles,
                 scale=spec.scale,
-                key_slots=slots if paged is None else paged,
+                key_slots=slots,
                 visited=visited,
                 approximation=approximation,
                 change=change,
@@ -138,8 +115,6 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
             )
 
         kernels: Iterable[Tiles] = self._kernels(queries, k, v, mask, spec)
-        if paged is not None:
-            kernels = [tiles for tiles in kernels if reads(tiles, paged)]
         of = self._tried(q, v, mask, spec)
         result, lse = first_launched(kernels, of, attend, lambda: self.check(q, k, v, mask, spec, out, hint=_HINT))
         return AttentionOutput(permutation.restore(result), permutation.restore(lse)).written_to(out)
@@ -159,13 +134,6 @@ class TritonExecutor(PagedExecutor[GlobalPermutation, BlockMask]):
         """Everything except the tiles that decides whether a kernel can be launched."""
         asked = mask.grid.window is None, spec.softcap is None, spec.sinks is None, self.pv_skip is None
         return q.device, q.dtype, q.shape[-1], v.shape[-1], asked
-
-
-def reads(tiles: Tiles, paged: PagedKV) -> bool:
-    """Whether the kernel of these tiles reads pages of this size; the portable kernel reads any."""
-    if not isinstance(tiles, HopperTiles):
-        return True
-    return paged.run >= LEAST_RUN and copies_in_bulk(paged.keys) and copies_in_bulk(paged.values)
 
 
 def without_tensor_cores(q: Tensor) -> list[str]:

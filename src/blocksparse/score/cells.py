@@ -114,27 +114,22 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, lead: int, history: KeyHistory | None
     ) -> tuple[Tensor, Tensor]:
         """Mean queries `[B, Hq, q cells, D]` and mean keys `[B, H, k cells, D]` of cells, in slot order."""
-        paged = None if history is None else history.paged(k)
-        if history is not None and paged is None:
+        if history is not None:
             mean = partial(cell_mean, slots=self.stride, padded_tail=self.padded_tail)
             keys = history.blocks("cell", k, permutation, self.stride, mean)
             return mean(q, lead=lead, index=permutation.q_index), keys
         return cell_means(
             q,
-            k if paged is None else paged.keys,
+            k,
             self.stride,
             lead=lead,
             padded_tail=self.padded_tail,
             q_index=permutation.q_index,
-            k_index=permutation.key_slots if paged is None else paged.key_slots,
+            k_index=permutation.key_slots,
         )
 
     @property
     def keeps_history(self) -> bool:
-        return self.pattern == "sum"
-
-    @property
-    def takes_paged_keys(self) -> bool:
         return self.pattern == "sum"
 
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
@@ -181,7 +176,6 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
     k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
 
     keeps_history = True
-    takes_paged_keys = True
 
     def __call__(
         self,

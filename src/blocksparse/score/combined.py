@@ -57,10 +57,6 @@ class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
         mine, its = self.causal.values_below, self.otherwise.values_below
         return its if mine is None else mine
 
-    @property
-    def takes_paged_keys(self) -> bool:
-        return self.causal.takes_paged_keys
-
     def alignment(self, causal: bool) -> int:
         return (self.causal if causal else self.otherwise).alignment(causal)
 
@@ -116,12 +112,6 @@ class ScorerPair(
     def values_below(self) -> PerHead | None:
         mine, its = self.first.values_below, self.second.values_below
         return its if mine is None else mine
-
-    @property
-    def takes_paged_keys(self) -> bool:
-        # Of two scorers of which one remembers nothing, neither is given a history.
-        alike = self.first.keeps_history == self.second.keeps_history
-        return alike and self.first.takes_paged_keys and self.second.takes_paged_keys
 
     def alignment(self, causal: bool) -> int:
         return of_parts(causal, self.first, self.second)
@@ -179,10 +169,6 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
     @property
     def keeps_history(self) -> bool:
         return self.inner.keeps_history and not self._centred(causal=True)
-
-    @property
-    def takes_paged_keys(self) -> bool:
-        return self.inner.takes_paged_keys and not self._centred(causal=True)
 
     def _centred(self, causal: bool) -> bool:
         return not causal if self.smooth_k is None else self.smooth_k

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
-from blocksparse.batch.pages import PagedKV
 from blocksparse.batch.sequences import Sequences
 from blocksparse.check.validators import Rule, count, shown
 from blocksparse.order.permutation import Permutation
@@ -34,14 +33,9 @@ class KeyHistory:
 
     A history is mutable and not part of a pipeline. If prompts branch, give each branch a `copy.copy`, which
     shares memory.
-
-    Args:
-        paged: where the keys lie in a cache, if scorers shall read them there. The keys that they are called with
-            are then no more than a shape.
     """
 
-    def __init__(self, paged: PagedKV | None = None) -> None:
-        self._paged = paged
+    def __init__(self) -> None:
         self._tokens = 0
         self._kind: tuple[Any, ...] = ()  # what all keys have in common
         self._last: Tensor | None = None  # [B, Hkv, D], on a CPU: the last key that it has seen
@@ -49,26 +43,6 @@ class KeyHistory:
 
     def __repr__(self) -> str:
         return f"<KeyHistory of {self._tokens} tokens>"
-
-    def paged(self, k: Tensor) -> PagedKV | None:
-        """Location of the keys in a paged cache, if any; `k` `[B, Hkv, N, D]` is the scorer's argument.
-
-        Raises:
-            ValueError: they do, and `k` is other keys than its stand-in, `PagedKV.k`.
-        """
-        if (paged := self._paged) is not None:
-            its = paged.k
-            if (k.data_ptr(), k.shape, k.stride()) != (its.data_ptr(), its.shape, its.stride()):
-                raise ValueError(
-                    "'history' is of keys in the pages of a cache, and this call has others: call PagedPipeline, "
-                    "which makes one itself, or make the history without 'paged'"
-                )
-        return paged
-
-    @property
-    def reads_pages(self) -> bool:
-        """Whether the keys are in a paged cache."""
-        return self._paged is not None
 
     @property
     def tokens(self) -> int:
@@ -102,7 +76,7 @@ class KeyHistory:
             )
 
     def blocks(
-        self, name: str, k: Tensor, permutation: Permutation, block: int, compute: Callable[..., Tensor]
+        self, name: str, k: Tensor, permutation: Permutation, block: int, compute: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Result of `compute(k)`, with earlier complete blocks from memory: `[B, Hkv, cols, ...]`.
 
@@ -114,23 +88,22 @@ class KeyHistory:
             permutation: that of the call, which must leave keys in place.
             block: tokens per block.
             compute: gives an entry for each block of `[B, Hkv, n, D]`, `[B, Hkv, ceil(n / block), ...]`, that
-                follows from the keys of the block alone. It gets the keys from the beginning of a block on; of a
-                cache it gets all slots, and `index=` `[B, Hkv, n]` int32, the slots of these keys.
+                follows from the keys of the block alone. It gets the keys from the beginning of a block on.
 
         Raises:
             ValueError: keys are moved, are fewer than it has seen or of another kind; or a CUDA graph is captured.
         """
-        kind, paged = self._check(k, permutation), self.paged(k)
+        kind = self._check(k, permutation)
         N, known = k.shape[2], self._whole.get((name, block))
         if known is None:
-            found = _computed(paged, k, 0, compute)
+            found = compute(k)
         elif (seen := known.shape[2] * block) == N:
             found = known
         else:
-            found = torch.cat((known, _computed(paged, k, seen, compute)), dim=2)
+            found = torch.cat((known, compute(k[:, :, seen:])), dim=2)
         # Another dict, since a copy of this history has the one that was here. Nothing changes if `compute` fails.
         self._whole = {**self._whole, (name, block): found[:, :, : N // block]}
-        if paged is None and not k.is_cuda and self._tokens < N:
+        if not k.is_cuda and self._tokens < N:
             self._last = k[:, :, -1].clone()
         self._tokens, self._kind = N, kind
         return found
@@ -159,18 +132,11 @@ class KeyHistory:
                 f"'history' has seen other keys: key {self._tokens - 1} has changed since; each layer and each "
                 "prompt needs its own KeyHistory; call rewind(tokens) after keys were rewritten"
             )
-        if self._paged is None and k.is_cuda and torch.cuda.is_current_stream_capturing():
+        if k.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "'history' grows with every call, and a CUDA graph repeats one: capture calls without it"
             )
         return kind
-
-
-def _computed(paged: PagedKV | None, k: Tensor, first: int, compute: Callable[..., Tensor]) -> Tensor:
-    """Result of `compute` for the keys from `first` on."""
-    if paged is None:
-        return compute(k[:, :, first:])
-    return compute(paged.keys, index=paged.key_slots[:, :, first:])
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -185,14 +151,13 @@ def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHi
 
     Raises:
         TypeError: there is something else in their place.
-        ValueError: there are more or fewer than sequences, two sequences have the same, or one is of keys in
-            pages, which attention would not read.
+        ValueError: there are more or fewer than sequences, or two sequences have the same.
     """
     if history is None:
         return [None] * (1 if sequences is None else len(sequences.spans))
     if sequences is None:
         a_history.check(history=history)
-        return [_of_no_pages(history)]
+        return [cast(KeyHistory, history)]
     if not isinstance(history, Sequence) or not all(isinstance(each, KeyHistory) for each in history):
         raise TypeError(
             f"'history' must be a sequence of KeyHistory, one for each sequence, or None: {shown(history)}"
@@ -201,13 +166,4 @@ def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHi
         raise ValueError(f"'history' must have an entry per sequence ({len(sequences.spans)}): {len(history)}")
     if len(set(map(id, history))) != len(history):
         raise ValueError("'history' must have a separate KeyHistory for each sequence: two are the same")
-    return [_of_no_pages(each) for each in history]
-
-
-def _of_no_pages(history: Any) -> KeyHistory:
-    found: KeyHistory = history
-    if found.reads_pages:
-        raise ValueError(
-            "'history' is of keys in the pages of a cache: call PagedPipeline, which makes one itself"
-        )
-    return found
+    return list(history)

@@ -62,7 +62,6 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
     keeps_history = True
-    takes_paged_keys = True
 
     def __call__(
         self,
@@ -82,20 +81,19 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, history: KeyHistory | None
     ) -> tuple[Tensor, Tensor]:
         """The mean queries `[B, Hq, rows, D]` and the mean keys `[B, H, cols, D]` of blocks."""
-        paged = None if history is None else history.paged(k)
-        if history is not None and paged is None:
+        if history is not None:
             mean = partial(block_mean, padded_tail=self.padded_tail)
             pooled_k = history.blocks("mean", k, permutation, grid.k_block, partial(mean, block=grid.k_block))
             return mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index), pooled_k
         return block_means(
             q,
-            k if paged is None else paged.keys,
+            k,
             grid.q_block,
             grid.k_block,
             lead=grid.q_lead,
             padded_tail=self.padded_tail,
             q_index=permutation.q_index,
-            k_index=permutation.key_slots if paged is None else paged.key_slots,
+            k_index=permutation.key_slots,
         )
 
     def alignment(self, causal: bool) -> int:
@@ -206,7 +204,6 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
     )
 
     keeps_history = True
-    takes_paged_keys = True
 
     def __call__(
         self,

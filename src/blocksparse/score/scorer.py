@@ -123,14 +123,6 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
         """The divergence below which a head has values, of a scorer that leaves heads out; None: all have."""
         return None
 
-    @property
-    def takes_paged_keys(self) -> bool:
-        """Whether this scorer, given a history, reads keys through `history.blocks` only.
-
-        It then scores keys in the pages of a cache as well: `k` is then no more than a shape.
-        """
-        return False
-
     def alignment(self, causal: bool) -> int:
         """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
 
@@ -227,8 +219,6 @@ class NoScorer(Scorer[Permutation, BlockScores]):
 
     block: int = field(default=128, converter=whole, validator=block_size)
     k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
-
-    takes_paged_keys = True
 
     def __call__(
         self,

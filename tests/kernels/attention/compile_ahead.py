@@ -38,11 +38,8 @@ from tests.kernels.ahead import (
 )
 from tests.kernels.machine_code import assembled, machine_code, wrong_order
 
-# Kinds of kernels, the second with lists that are cut into shares, the last two with keys and values in pages, in runs of
-# so many; others are named by the type of their 8-bit values.
+# Kinds of kernels, the second with lists that are cut into shares; others are named by the type of their 8-bit values.
 PLAIN, CUT = "16 bits", "16 bits, cut"
-PAGED, PAGED_CUT = "16 bits, runs of 16", "16 bits, cut, runs of 64"
-RUNS = {PAGED: 16, PAGED_CUT: 64}
 # Before 3.8 Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
 INTEGER_INSTRUCTION = {
     "sm_80": r"\.s8\.s8",
@@ -66,7 +63,6 @@ def compile_sparse_attention(
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
-    paged: bool = False,
     index: str = "i16",
     tiles: TritonTiles | None = None,
 ) -> triton.compiler.CompiledKernel:
@@ -82,7 +78,6 @@ def compile_sparse_attention(
     absent = [f"{name}_ptr" for name, given in on.items() if not given]
     absent += [f"{name}_strides" for name, given in on.items() if not given and name != "pv_skip"]
     absent += [name for name, given in (("window", window), ("cap", softcap), ("sinks_ptr", sinks)) if not given]
-    absent += [] if paged else ["slots_ptr"]
     constants = {
         "D": head_dim, "DV": head_dim, "BLOCK_D": padded, "BLOCK_DV": padded,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
@@ -97,7 +92,7 @@ def compile_sparse_attention(
         "q_ptr": f"*{q_dtype}", "k_source": source_type(q_dtype), "v_source": source_type(v_dtype),
         "out_ptr": f"*{dtype}", "lse_ptr": "*fp32",
         **{f"{name}_ptr": "*i32" for name in (
-            "full_count", "partial_count", "q_position", "k_position", "k_copy", "slots")},
+            "full_count", "partial_count", "q_position", "k_position", "k_copy")},
         "index_ptr": f"*{index}",
         **{f"{name}_ptr": "*fp32" for name in ("pv_skip", "q_scale", "k_scale", "v_scale", "sinks")},
         **{f"{name}_strides": ("i32",) * 3 for name in ("q", "k", "v", "out")},
@@ -135,11 +130,11 @@ def compile_sparse_attention(
 def compile_hopper(
     tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
     eight: str | None = None, index: str = "i16", value_dim: int | None = None, cut: bool = False,
-    changed: tuple[str, ...] = (), run: int = 0,
+    changed: tuple[str, ...] = (),
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
     """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys.
 
-    With `run` keys and values lie in pages. `changed` names what else the layer asks for: window, cap (a softcap, with or without reference) and sinks_ptr.
+    `changed` names what else the layer asks for: window, cap (a softcap, with or without reference) and sinks_ptr.
     """
     kernel = (sparse_attention_hopper if eight is None else int8_attention_hopper)._kernel.jit
     value_dim = value_dim or head_dim
@@ -148,7 +143,6 @@ def compile_hopper(
         "DQ": padded, "DV": padded_values(value_dim), "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
-        "RUN": run, **dict.fromkeys(("k_tail", "v_tail", "slots_ptr") if not run else ()),
         "CUT": cut, **dict.fromkeys(("work_ptr", "share_out_ptr", "share_sums_ptr") if not cut else ()),
         **dict.fromkeys({"window", "cap", "reference", "sinks_ptr"} - set(changed)),
         "FP8": eight == "fp8e4nv", "SKIP": not in_order,
@@ -166,10 +160,9 @@ def compile_hopper(
         return f"tensordesc<fp32[1, 1, {n}],{gl.NVMMASharedLayout(0, 32, rank=3)!r}>"
 
     of_q, wide = (dtype, 64) if eight is None else ("i8", padded)
-    halves = source_type(dtype, run or piece, 64)
+    halves = source_type(dtype, piece, 64)
     types: dict[str, object] = {
-        "q_source": source_type(of_q, 64, wide), "k_source": source_type(of_q, run or piece, wide),
-        "k_tail": halves, "v_tail": halves, "slots_ptr": "*i32",
+        "q_source": source_type(of_q, 64, wide), "k_source": source_type(of_q, piece, wide),
         "v_source": source_type("fp8e4nv", padded, piece) if eight == "fp8e4nv" else halves,
         "out_target": source_type(dtype, 64, 64), "lse_ptr": "*fp32", "scale_log2": "fp32",
         **{f"{name}_ptr": "*i32" for name in (
@@ -242,8 +235,8 @@ def main() -> int:
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, CUT),
         (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, False, CUT),
         (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, CUT),
-        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, True, PAGED),
-        (HopperTiles(2, 64, 2), "fp16", 256, 128, 128, True, True, PAGED_CUT),
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, True, PLAIN),
+        (HopperTiles(2, 64, 2), "fp16", 256, 128, 128, True, True, CUT),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, PLAIN),
         (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, PLAIN),
         (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False, PLAIN),
@@ -259,12 +252,12 @@ def main() -> int:
     ):
         index = "i32" if k_block == 256 else "i16"  # lists of both types
         head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
-        eight = None if kind in (PLAIN, CUT, *RUNS) else kind
+        eight = None if kind in (PLAIN, CUT) else kind
         shown = f"{head_dim}" if value_dim == head_dim else f"{head_dim},{value_dim}"
         kernel = compile_hopper(
             tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order,
             eight=eight, index=index, value_dim=value_dim,
-            cut=kind in (CUT, PAGED_CUT), changed=tuple(changed), run=RUNS.get(kind, 0),
+            cut=kind == CUT, changed=tuple(changed),
         )  # fmt: skip
         found = {
             name: kernel.asm["ptx"].count(name)
@@ -297,8 +290,6 @@ def main() -> int:
                 print(
                     f"{name} {dtype} D={head_dim} block={block} tma={tma} lists={index}: {found} x {MATRIX_INSTRUCTION[name]}, {kernel.metadata.shared} B shared"
                 )
-        kernel = compile_sparse_attention(name, "bf16", 128, 128, False, paged=True)
-        print(f"{name} bf16 D=128 block=128 in pages: {kernel.metadata.shared} B shared")
         if name == "sm_90":  # for others a window comes with softcap and sinks
             kernel = compile_sparse_attention(name, "bf16", 128, 128, with_tma[-1], window=True)
             print(f"{name} bf16 D=128 block=128 in a window: {kernel.metadata.shared} B shared")

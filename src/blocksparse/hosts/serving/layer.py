@@ -18,15 +18,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.batch.pages import LEAST_RUN, PagedKV, lies_in_slots
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.serving.metrics import Estimates
 from blocksparse.hosts.serving.runs import Prefills
 from blocksparse.inputs import UnsupportedError
-from blocksparse.layers.paged_pipeline import PagedPipeline
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.density_recorder import DensityRecorder
-from blocksparse.pipeline import Pipeline
 from blocksparse.spec import Asked, AttentionSpec
 
 
@@ -73,16 +70,14 @@ class LayerAttention:
     recorder: DensityRecorder | None
     workspace: Workspace
     estimates: Estimates | None = None
-    gather: bool = False  # whether keys and values leave their pages in any case
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefills: Prefills, *, scale: float
     ) -> None:
         """Attend the sparse rows of `query` to pages, and write the same rows of `out`.
 
-        One prompt after another: its pipeline reads keys and values where they lie, and writes the rows of `out`.
-        Where there is a reason why not (`gathers_because`), they first leave their pages for the workspace in one
-        launch. So no memory is taken but what the stages need.
+        One prompt after another: its keys and values leave their pages for the workspace in one launch, and its
+        pipeline writes the rows of `out`. So no memory is taken but what the stages need.
 
         Args:
             query: `[tokens, Hq, D]`, of the whole batch.
@@ -90,44 +85,12 @@ class LayerAttention:
             values: `[pages, Hkv, page_size, Dv]`.
             out: `[tokens, Hq, Dv]`.
         """
-        gathers = self.gathers_because(keys, values) is not None
         for request in prefills.longest_first():
             start, stop = prefills.rows[request]
             q, rows = (x[start:stop].transpose(0, 1)[None] for x in (query, out))  # [1, Hq, M, D]
             asked: Asked = {"scale": scale, "remaining": prefills.remaining[request]}
-            if gathers or not self._read(q, prefills.table.in_place(request, keys, values), rows, asked):
-                room = self.workspace.room(keys, values)
-                self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, asked)
-
-    def gathers_because(self, keys: Tensor, values: Tensor) -> str | None:
-        """The reason why keys and values leave their pages before they are read, or None.
-
-        Args:
-            keys, values: caches as in a call.
-        """
-        if self.gather:
-            return "the configuration says so"
-        if self.recorder is not None:
-            return "a record is kept"
-        if self.estimates is not None:
-            return "calls are audited"
-        if not isinstance(self.pipeline, Pipeline):
-            return "heads have pipelines of their own"
-        if (page_size := keys.shape[2]) & -page_size < LEAST_RUN:
-            return f"pages of {page_size} tokens are too small"
-        if not lies_in_slots(keys) or not lies_in_slots(values):
-            return "tokens of the cache lie otherwise than in rows of slots"
-        return PagedPipeline(self.pipeline).gathers_because(keys.device)
-
-    def _read(self, q: Tensor, kv: PagedKV, out: Tensor, asked: Asked) -> bool:
-        """Attend to keys and values where they lie; False if no kernel can."""
-        assert isinstance(self.pipeline, Pipeline)
-        try:
-            PagedPipeline(self.pipeline)(q, kv, scale=asked["scale"], remaining=asked["remaining"], out=out)
-        except UnsupportedError as error:
-            _warn_of_gathering_once(self.layer, error.because)
-            return False
-        return True
+            room = self.workspace.room(keys, values)
+            self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, asked)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, asked: Asked) -> None:
         estimates = self.estimates if self.estimates is not None and self.estimates.wants(self.layer) else None
@@ -162,12 +125,7 @@ def _spec_of(asked: Asked) -> AttentionSpec:
 
 @lru_cache(maxsize=1024)
 def _warn_once(layer: int, because: str) -> None:
-    _log.warning("blocksparse: prompts are dense in layer %d, of gathered keys: %s", layer, because)
-
-
-@lru_cache(maxsize=1024)
-def _warn_of_gathering_once(layer: int, because: str) -> None:
-    _log.warning("blocksparse: keys and values are gathered in layer %d: %s", layer, because)
+    _log.warning("blocksparse: prompts are dense in layer %d: %s", layer, because)
 
 
 def record_dense(

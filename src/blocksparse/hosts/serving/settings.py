@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 KEY = "blocksparse"
 _KEYS = (
     "preset", "quality", "settings", "band", "sink", "executor", "plan", "dense", "dense_below", "min_tokens",
-    "min_queries", "gather", "record", "audit",
+    "min_queries", "record", "audit",
 )  # fmt: skip
 _OF_AN_AUDIT = ("rows", "every", "min_mass", "max_error")
 _OF_A_PRESET = ("quality", "settings", "band", "sink", "executor", "dense")
@@ -90,7 +90,6 @@ class Settings:
         min_tokens: requests of fewer tokens, context and queries together, are dense.
         min_queries: requests with fewer queries in one step are dense. Decoding always is.
         dense_below: requests with less work than this are dense, as in `AutoExecutor`.
-        gather: copy keys and values out of their pages before they are read, where they could be read in place.
         record: keep a record of what each call did.
         audit: estimates, from some of the calls, what the others lose; its bounds are for the log.
     """
@@ -99,7 +98,6 @@ class Settings:
     min_tokens: int = 512
     min_queries: int = 64
     dense_below: float | None = None
-    gather: bool = True
     record: bool = False
     audit: Audit | None = None
 
@@ -135,12 +133,11 @@ class Settings:
             tuple(map(_always_runs, schedule.resolve(served.layers))),
             dense_below=dense_below,
             **{name: whole(given[name]) for name in ("min_tokens", "min_queries") if name in given},
-            gather=given.get("gather", True),
             record=given.get("record", False),
             audit=_audit(given["audit"]) if "audit" in given else None,
         )
         size.check(min_tokens=settings.min_tokens, min_queries=settings.min_queries)
-        flag.check(gather=settings.gather, record=settings.record)
+        flag.check(record=settings.record)
         # A drafter that runs in parallel adds as many tokens again.
         if settings.min_queries <= (most := 1 + 2 * served.draft_tokens):
             raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from blocksparse.hosts.serving.layer import LayerAttention
 from blocksparse.hosts.serving.settings import ConfigurationError, Settings
 from blocksparse.hosts.serving.worth import Worth
 from blocksparse.inputs import UnsupportedError
-from blocksparse.layers.paged_pipeline import PagedPipeline
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.pipeline import Pipeline
 
 # 16 blocks of 128 tokens. Triton compiles a kernel for numbers that are multiples of 16, and once more for others.
 _ALIGNED = 2048
@@ -59,13 +56,6 @@ def pays_from(
     return from_here
 
 
-class Warmed(NamedTuple):
-    """What `warm` did."""
-
-    seconds: float
-    gathers_because: str | None  # why keys and values are not read in their pages; None if they are
-
-
 def warm(
     attention: LayerAttention,
     worth: Worth,
@@ -75,11 +65,11 @@ def warm(
     *,
     tokens: int,
     page_size: int,
-) -> Warmed:
-    """Prefill once in each size of a request that may go sparse, and take the workspace where keys are gathered.
+) -> float:
+    """Prefill once in each size of a request that may go sparse, and take the workspace: the seconds that took.
 
-    Pages that are read in place are all one page here, so that this takes no memory that an engine would not take.
-    On a CPU, where no size is compiled for by itself, it is one short prefill.
+    All pages are one page here, so that this takes no memory that an engine would not take. On a CPU, where no
+    size is compiled for by itself, it is one short prefill.
 
     Args:
         query, out: `[queries of a step, Hq, D]`; what is in `out` is overwritten.
@@ -93,24 +83,20 @@ def warm(
     _, heads, _, D = worth.k.shape
     page = worth.k.new_zeros((1, page_size, heads, 2 * D)).transpose(1, 2)
     keys, values = page.split(D, dim=3)  # [1, Hkv, page_size, D], as a cache with one page
-    gathers = attention.gathers_because(keys, values)
     least = pays_from(attention.pipeline, worth, settings, queries=min(len(query), tokens), tokens=tokens)
     if least is None:
-        return Warmed(0.0, gathers)
+        return 0.0
     found = list(sizes(min(len(query), tokens), least, tokens))
-    room = None if gathers is None else attention.workspace.room(keys, values)
+    room = attention.workspace.room(keys, values)
     for M, N in found if query.is_cuda else [(min(M, 256), N) for M, N in found[-1:]]:
         pages = torch.zeros((1, -(-N // page_size)), dtype=torch.int32, device=query.device)
         table = PageTable(pages, [N], page_size=page_size)
         q, rows = (x[:M].transpose(0, 1)[None] for x in (query, out))
         try:
-            if room is not None:
-                k, v = table.gather_one(0, keys, values, room)
-                attention.pipeline(q, k, v, out=rows)
-                if attention.estimates is not None:  # a call that is audited has a trace
-                    attention.pipeline.trace(q, k, v)
-            elif isinstance(attention.pipeline, Pipeline):
-                PagedPipeline(attention.pipeline)(q, table.in_place(0, keys, values), out=rows)
+            k, v = table.gather_one(0, keys, values, room)
+            attention.pipeline(q, k, v, out=rows)
+            if attention.estimates is not None:  # a call that is audited has a trace
+                attention.pipeline.trace(q, k, v)
         except UnsupportedError as error:
             raise ConfigurationError(
                 f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}; "
@@ -118,4 +104,4 @@ def warm(
             ) from None
     if query.is_cuda:
         torch.cuda.synchronize(query.device)
-    return Warmed(time.perf_counter() - start, gathers)
+    return time.perf_counter() - start

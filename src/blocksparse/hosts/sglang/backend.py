@@ -109,7 +109,7 @@ def _layers(
             elif pipeline is None:
                 layers[layer] = "no pipeline for this layer"
             else:
-                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, estimates, settings.gather)
+                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, estimates)
     return layers
 
 

@@ -90,7 +90,7 @@ class Engine:
         pipeline = self.settings.layers[layer]
         if pipeline is None:
             return "no pipeline for this layer"
-        return LayerAttention(pipeline, layer, self.recorder, self.workspace, self.estimates, self.settings.gather)
+        return LayerAttention(pipeline, layer, self.recorder, self.workspace, self.estimates)
 
     def warm(self, attention: LayerAttention, worth: Worth, query: Tensor, out: Tensor) -> None:
         """Take memory and compile kernels for a pipeline, in the first of the layers that have it.
@@ -101,7 +101,7 @@ class Engine:
         kind = attention.pipeline, worth.q.shape, worth.k.shape, query.dtype
         if kind not in self._warmed:
             self._warmed.add(kind)
-            warmed = warm(
+            seconds = warm(
                 attention,
                 worth,
                 self.settings,
@@ -110,14 +110,11 @@ class Engine:
                 tokens=self.tokens,
                 page_size=self.page_size,
             )
-            because = warmed.gathers_because
             _log.info(
-                "blocksparse: kernels of layer %d are ready after %.1f s; keys and values are %s",
+                "blocksparse: kernels of layer %d are ready after %.1f s; keys and values are gathered in %d MiB",
                 attention.layer,
-                warmed.seconds,
-                f"read in pages of {self.page_size} tokens"
-                if because is None
-                else f"gathered in {self.workspace.nbytes >> 20} MiB, because {because}",
+                seconds,
+                self.workspace.nbytes >> 20,
             )
 
     def threshold(self, pipeline: LayerPipeline, worth: Worth) -> str:

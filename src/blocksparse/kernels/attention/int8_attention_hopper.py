@@ -296,7 +296,7 @@ def _kernel(
     sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
         DQ, DV, CONSUMERS, BLOCK_N, STAGES, 2, 1, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8,
-        False, 0,
+        False,
     )  # fmt: skip
     bars = make_rings(C)
     first: gl.constexpr = 0

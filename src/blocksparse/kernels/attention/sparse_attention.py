@@ -42,7 +42,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.sizes import empty_as
 from blocksparse.kernels.layout.gather import gather_two
-from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, Paged, Tiles, TilesOnHopper
+from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, Tiles, TilesOnHopper
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tile_operands import TileOperands
 
@@ -60,7 +60,7 @@ def sparse_attention(
     tiles: Tiles,
     *,
     scale: float,
-    key_slots: Tensor | Paged | None = None,
+    key_slots: Tensor | None = None,
     visited: Tensor | None = None,
     approximation: Approximation = EXACT,
     change: LogitChange = UNCHANGED,
@@ -73,8 +73,7 @@ def sparse_attention(
         k: `[B, Hk, N, D]`, in slot order unless `key_slots` is given; Hk is Hkv or Hq.
         v: `[B, Hk, N, Dv]`, likewise.
         key_slots: `[B, H, N]` int32, the key in each slot. Keys and values `[B, Hkv, N, ...]` are then moved into slot order
-            here, once per head of `key_slots`. A few heads move at a time, so that the workspace stays small. Or where the
-            keys and values of one prompt lie in a cache, which is read in place: `k` and `v` are then no more than shapes.
+            here, once per head of `key_slots`. A few heads move at a time, so that the workspace stays small.
         visited: `[B|1, Hw, cols]` bool, the blocks that `visited_columns` finds in the mask; `Hw` divides H. No others
             are then moved into slot order. None moves all.
         out: where the output is written, with its last axis innermost. If None, it has the dtype of v, and lies in memory
@@ -86,12 +85,8 @@ def sparse_attention(
         out = empty_as(q, v.shape[-1], v.dtype)  # as q lies in memory, so before any copy of it
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    paged = None
-    if key_slots is not None and not isinstance(key_slots, Tensor):
-        key_slots, paged = None, key_slots
-    else:
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    attend = _kernel(tiles, approximation, change, paged)
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    attend = _kernel(tiles, approximation, change)
     if key_slots is None:
         attend(q, k, v, out, lse, lists, positions, tiles, scale)
     elif (step := _heads_at_a_time(q, k, v, key_slots)) == k.shape[1]:
@@ -111,17 +106,15 @@ def sparse_attention(
     return out, lse
 
 
-def _kernel(
-    tiles: Tiles, approximation: Approximation, change: LogitChange, paged: Paged | None = None
-) -> Callable[..., None]:
+def _kernel(tiles: Tiles, approximation: Approximation, change: LogitChange) -> Callable[..., None]:
     """The function that fills `out` and `lse` by the kernel that `tiles` names."""
     if tiles.kernel == "hopper":
         from blocksparse.kernels.attention.sparse_attention_hopper import sparse_attention_hopper
 
-        return functools.partial(sparse_attention_hopper, change=change, paged=paged)
+        return functools.partial(sparse_attention_hopper, change=change)
     from blocksparse.kernels.attention.sparse_attention_triton import sparse_attention_triton
 
-    return functools.partial(sparse_attention_triton, approximation=approximation, change=change, paged=paged)
+    return functools.partial(sparse_attention_triton, approximation=approximation, change=change)
 
 
 def _heads_at_a_time(q: Tensor, k: Tensor, v: Tensor, key_slots: Tensor) -> int:

@@ -7,13 +7,9 @@
 
 Warp specialisation gives each of these roles its own warps and, at the start, moves registers between them: loaders keep
 few, consumers get the rest (`registers`, `consumer_registers`).
-
-Keys and values may lie in the pages of a cache (`RUN`, in `hopper/loaders.py`): only the warps that load know of it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,8 +23,7 @@ from blocksparse.kernels.hopper.loaders import PANEL, load_keys, load_values, pa
 from blocksparse.kernels.hopper.queue import LOADER_REGISTERS, OF_PROMPT, Constants, make_rings, positive
 from blocksparse.kernels.hopper.shares import shares_of
 from blocksparse.kernels.hopper.softmax import reference_of, scale_and_cap
-from blocksparse.kernels.layout.gather import gather_two
-from blocksparse.kernels.masks.arguments import Lists, LogitChange, Paged, TilesOnHopper
+from blocksparse.kernels.masks.arguments import Lists, LogitChange, TilesOnHopper
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.launches import remembered
 
@@ -44,7 +39,6 @@ def sparse_attention_hopper(
     tiles: TilesOnHopper,
     scale: float,
     change: LogitChange,
-    paged: Paged | None,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     q, scale = positive(q, scale)
@@ -65,23 +59,10 @@ def sparse_attention_hopper(
         entries=None if shares is None else shares.entries,
     )
     piece = min(lists.k_block, tiles.block_n)
-    sources: tuple[Any, ...]
-    if paged is None:
-        run, sources = 0, (*(panels(for_bulk_copies(x), piece) for x in (k, v)), None, None, None)
-    else:
-        run = min(paged.run, piece)
-        ends = _tail(paged, run)
-        of_pages = (panels(x, run) for x in (paged.keys, paged.values, *ends))
-        sources = (*of_pages, paged.slots)
-    k_source, v_source, k_tail, v_tail, slots = sources
     _kernel[launch.grid](
         panels(q, 64),
-        k_source,
-        v_source,
+        *(panels(for_bulk_copies(x), piece) for x in (k, v)),
         panels(whole, 64),
-        k_tail,
-        v_tail,
-        slots,
         *((None, None, None) if shares is None else (shares.work, shares.out, shares.sums)),
         positions.window,
         cap,
@@ -91,25 +72,16 @@ def sparse_attention_hopper(
         **launch.options,
         **tiles.buffers(q.shape[-1], v.shape[-1]),
         CUT=shares is not None,
-        RUN=run,
     )
     if shares is not None:
         shares.join(whole, whole_lse, change.sinks)
     copy_back((whole, whole_lse), (out, lse), positions.q_lead)
 
 
-def _tail(paged: Paged, run: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of the last run if it is not whole, `[1, Hkv, n, D]`; anything else that is never read."""
-    if not (n := paged.slots.shape[2] % run):
-        return paged.keys, paged.values
-    return gather_two(paged.keys, paged.values, paged.key_slots[:, :, -n:])
-
-
 @remembered
 @gluon.jit(do_not_specialize=[*OF_PROMPT, "window"])
 def _kernel(
-    q_source, k_source, v_source, out_target, k_tail, v_tail, slots_ptr,
-    work_ptr, share_out_ptr, share_sums_ptr, window, cap, reference, sinks_ptr, lse_ptr,
+    q_source, k_source, v_source, out_target, work_ptr, share_out_ptr, share_sums_ptr, window, cap, reference, sinks_ptr, lse_ptr,
     full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
     count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
     q_position_strides, k_position_strides,
@@ -118,30 +90,25 @@ def _kernel(
     PIECES: gl.constexpr, K_SPLIT: gl.constexpr, Q_SPLIT: gl.constexpr,
     CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr, OUT_PARTS: gl.constexpr, CUT: gl.constexpr,
-    RUN: gl.constexpr,
 ):  # fmt: skip
-    COPIED: gl.constexpr = RUN if RUN else BLOCK_N // PIECES  # keys that come in one copy
+    PIECE: gl.constexpr = BLOCK_N // PIECES  # keys that come in one copy
     HALF: gl.constexpr = q_source.dtype
     Q_PANELS: gl.constexpr = DQ // PANEL
     V_PANELS: gl.constexpr = DV // PANEL
     q_pieces = gl.allocate_shared_memory(
         HALF, [Q_BUFFERS * CONSUMERS * Q_PANELS, 1, 1, 64, PANEL], q_source.layout
     )
-    k_pieces = gl.allocate_shared_memory(
-        HALF, [STAGES * Q_PANELS * (BLOCK_N // COPIED), 1, 1, COPIED, PANEL], k_source.layout
-    )
-    v_pieces = gl.allocate_shared_memory(
-        HALF, [STAGES * V_PANELS * (BLOCK_N // COPIED), 1, 1, COPIED, PANEL], v_source.layout
-    )
+    k_pieces = gl.allocate_shared_memory(HALF, [STAGES * Q_PANELS * PIECES, 1, 1, PIECE, PANEL], k_source.layout)
+    v_pieces = gl.allocate_shared_memory(HALF, [STAGES * V_PANELS * PIECES, 1, 1, PIECE, PANEL], v_source.layout)
     out_pieces = gl.allocate_shared_memory(
         HALF, [CONSUMERS * V_PANELS // OUT_PARTS, 1, 1, 64, PANEL], out_target.layout
     )
     words = gl.allocate_shared_memory(gl.int64, [(3 if CUT else 2) * Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
-    sources = (q_source, k_source, v_source, out_target, k_tail, v_tail)
+    sources = (q_source, k_source, v_source, out_target)
     pointers = (
         full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, work_ptr,
-        share_out_ptr, share_sums_ptr, slots_ptr,
+        share_out_ptr, share_sums_ptr,
     )  # fmt: skip
     bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts)
     strides = (
@@ -152,7 +119,7 @@ def _kernel(
     change = (window, cap, reference, sinks_ptr)  # what is None is compiled away
     C = Constants(
         DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
-        K_IN_ORDER, False, False, CUT, RUN,
+        K_IN_ORDER, False, False, CUT,
     )  # fmt: skip
     bars = make_rings(C)
     first: gl.constexpr = 0

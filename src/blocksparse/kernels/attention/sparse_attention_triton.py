@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from blocksparse.kernels.common.device_functions import alike, capped, head_at, head_strides, log_sum, rows_of
 from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of, has_descriptors
 from blocksparse.kernels.common.sizes import copies_in_bulk, power_of_2
-from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, Paged, PortableTiles
+from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, PortableTiles
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tokens import FP8_LIMIT
 from blocksparse.launch.launches import remembered
@@ -38,7 +38,6 @@ def sparse_attention_triton(
     scale: float,
     approximation: Approximation,
     change: LogitChange,
-    paged: Paged | None,
 ) -> None:
     """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     B, Hq, M, D = q.shape
@@ -46,9 +45,7 @@ def sparse_attention_triton(
     block_d, block_dv = (max(_least_depth(x), power_of_2(x.shape[-1])) for x in (k, v))
     k_source, v_source = k, v
     by_descriptor = tiles.tma and has_descriptors(k) and copies_in_bulk(k) and copies_in_bulk(v)
-    if paged is not None:
-        k_source, v_source, by_descriptor = paged.keys, paged.values, False
-    elif by_descriptor:
+    if by_descriptor:
         k_source = TensorDescriptor.from_tensor(k, [1, 1, tiles.block_n, block_d])
         v_source = TensorDescriptor.from_tensor(v, [1, 1, tiles.block_n, block_dv])
     q_split, a = lists.q_block // tiles.block_m, approximation
@@ -59,15 +56,13 @@ def sparse_attention_triton(
     _kernel[(lists.full_count.shape[-1] * q_split, Hq, B)](
         q, k_source, v_source, out, lse,
         lists.full_count, lists.partial_count, lists.index, positions.q_position, positions.k_position,
-        q.stride()[:3], (paged.keys if paged else k).stride()[:3], (paged.values if paged else v).stride()[:3],
-        out.stride()[:3], alike(*lse.stride()[:2]),
+        q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3], alike(*lse.stride()[:2]),
         alike(*head_strides(lists.full_count)), alike(*head_strides(lists.index)),
         head_strides(positions.q_position), head_strides(positions.k_position),
         a.pv_skip, a.q_scale, a.k_scale, a.k_copy, a.v_scale,
         *(None if x is None else alike(*head_strides(x)) for x in (a.q_scale, a.k_scale, a.k_copy, a.v_scale)),
         M, k.shape[2], lists.index.shape[-1],
         Hq // Hk, Hq // lists.full_count.shape[1], positions.q_lead, factor, positions.window, cap, change.sinks,
-        None if paged is None else paged.slots,
         D=D, DV=Dv,
         BLOCK_D=block_d, BLOCK_DV=block_dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
@@ -104,16 +99,12 @@ def _least_depth(x: Tensor) -> int:
 
 @triton.jit
 def _block(
-    source, strides, slots_ptr, b, h, start, within, limit,
+    source, strides, b, h, start, within, limit,
     D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The keys or values `start + within`. `source` is a pointer, or with `TMA` a descriptor, which fills in zeros."""
     if TMA:
         tile = source.load([b, h, start, 0]).reshape(within.shape[0], BLOCK_D)
-    elif slots_ptr is not None:
-        there = start + within < limit
-        slot = tl.load(slots_ptr + start + within, mask=there, other=0)
-        tile = rows_of(source, strides, b, h, slot, there, D, BLOCK_D, not RAGGED)
     else:
         tile = rows_of(source, strides, b, h, start + within, start + within < limit, D, BLOCK_D, not RAGGED)
     return tile
@@ -214,7 +205,7 @@ def _kernel(
     pv_skip_ptr, q_scale_ptr, k_scale_ptr, k_copy_ptr, v_scale_ptr,  # what is None is compiled away, below too
     q_scale_strides, k_scale_strides, k_copy_strides, v_scale_strides,
     M, N, cols,
-    heads_per_key, heads_per_mask, q_lead, factor, window, cap, sinks_ptr, slots_ptr,
+    heads_per_key, heads_per_mask, q_lead, factor, window, cap, sinks_ptr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_SPLIT: tl.constexpr, K_SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -266,10 +257,10 @@ def _kernel(
     for i in range(full_count * K_SPLIT):
         block = tl.load(index_ptr + index_at + i // K_SPLIT).to(tl.int32)
         start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
-        k_tile = _block(k_source, k_strides, slots_ptr, b, h_copy, start, within, N, D, BLOCK_D, False, TMA)
+        k_tile = _block(k_source, k_strides, b, h_copy, start, within, N, D, BLOCK_D, False, TMA)
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, within >= 0, False)
         scores = _scores(q_tile, k_tile, q_factor, k_factor, factor, cap, PRECISION)
-        v_tile = _block(v_source, v_strides, slots_ptr, b, h_key, start, within, N, DV, BLOCK_DV, False, TMA)
+        v_tile = _block(v_source, v_strides, b, h_key, start, within, N, DV, BLOCK_DV, False, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, within >= 0, False)
         running_max, running_sum, unit, accumulator = _softmax_update(
             scores,
@@ -293,7 +284,7 @@ def _kernel(
     for i in range(tl.load(partial_count_ptr + count_at) * K_SPLIT):
         block = tl.load(index_ptr + index_at + i // K_SPLIT).to(tl.int32)
         start = (block * K_SPLIT + i % K_SPLIT) * BLOCK_N
-        k_tile = _block(k_source, k_strides, slots_ptr, b, h_copy, start, within, N, D, BLOCK_D, True, TMA)
+        k_tile = _block(k_source, k_strides, b, h_copy, start, within, N, D, BLOCK_D, True, TMA)
         k_at = tl.load(k_position_ptr + k_position_at + start + within)
         inside = start + within < N
         k_factor = _factors(k_scale_ptr, k_scale_at + start + within, inside, True)
@@ -304,7 +295,7 @@ def _kernel(
         if window is not None:
             allowed = allowed & (k_at[None, :] > q_at[:, None] - window)
         scores = tl.where(allowed, scores, float("-inf"))
-        v_tile = _block(v_source, v_strides, slots_ptr, b, h_key, start, within, N, DV, BLOCK_DV, True, TMA)
+        v_tile = _block(v_source, v_strides, b, h_key, start, within, N, DV, BLOCK_DV, True, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, inside, True)
         # Partial blocks hold a query's own neighbours, or the last ones in its window: none is left out, no `skip_log2`.
         running_max, running_sum, unit, accumulator = _softmax_update(

@@ -3,10 +3,6 @@
 One warp takes work from the queue and loads queries and keys (`load_keys`), the other loads values (`load_values`).
 `hopper/queue.py` explains the words that are used here, the queue's word, and the barriers of the buffers.
 
-With `RUN`, keys and values lie in the pages of a cache (`batch/pages.py`). A tile of keys is then copied in runs of `RUN`
-keys, each from the slot where its first key lies. The last run may hold fewer keys, with anything behind them in its page.
-It is copied from a tail, a tensor that ends with the last key, so that zeros follow as they do without pages.
-
 8-bit keys and values are stored twice. Heads 0 to Hk - 1 are read for tiles of keys that every query sees whole, heads Hk to
 2 Hk - 1 for masked ones. Values in fp8 are stored transposed. The scales of keys and values are loaded together with the
 keys, and counted by the same full barrier.
@@ -42,9 +38,6 @@ TILE_NUMBERS = gl.constexpr(32)
 # Steps before the end of a tile of queries, when the next one is taken from the queue.
 TAKEN_AHEAD = gl.constexpr(3)
 PANEL = gl.constexpr(64)  # columns that one bulk copy of 16-bit numbers takes: 128 bytes, the widest swizzle
-# In the place of a cache slot: a run that lies in the tail, and one behind the last key, for which a copy gives zeros.
-IN_TAIL = gl.constexpr(2**31 - 1)
-NOWHERE = gl.constexpr(2**30)
 
 
 def panels(x: Tensor, rows: int) -> TensorDescriptor:
@@ -122,36 +115,6 @@ def _copy_numbers(source, b, h, start, barrier, target):
 
 
 @gluon.jit
-def _runs(pointers, list_at, pieces, first, t, N, C):
-    """The cache slots at which the runs of step `t` begin, run `i` of its tile of keys in lane `i`.
-
-    The list names the keys, and `slots` has the slot of each: two loads, one after the other. A loading warp starts them
-    before it waits for the stage, and so while consumers compute.
-    """
-    index_ptr, slots_ptr = pointers[2], pointers[10]
-    EACH: gl.constexpr = C.BLOCK_N // C.PIECES // C.RUN
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    turn = _turn(pieces, first, t, lane // EACH, C)
-    key = _start(gl.load(index_ptr + list_at + turn // C.K_SPLIT), pieces, turn, C) + lane % EACH * C.RUN
-    slot = gl.load(slots_ptr + gl.minimum(key, N - 1))
-    return gl.where(key < N, gl.where(key + C.RUN > N, IN_TAIL, slot), NOWHERE)
-
-
-@gluon.jit
-def _copy_runs(source, tail, h, slots, barrier, pieces, stage, N, PANELS: gl.constexpr, C):
-    """Starts to copy the runs that `_runs` found into a stage, panel by panel; `tail` has the run that is not whole."""
-    RUNS: gl.constexpr = C.BLOCK_N // C.RUN
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    # That is `RUNS`, as the compiler cannot know: unrolled, this takes more registers than a loading warp has.
-    for run in range(gl.minimum(N + RUNS, RUNS)):
-        slot = gl.max(gl.where(lane == run, slots, -1), 0)
-        for panel in gl.static_range(PANELS):
-            to = pieces.index((stage * PANELS + panel) * RUNS + run)
-            bulk_load(source, [0, h, slot, panel * PANEL], barrier, to, pred=slot != IN_TAIL)
-            bulk_load(tail, [0, h, 0, panel * PANEL], barrier, to, pred=slot == IN_TAIL)
-
-
-@gluon.jit
 def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, by_token, C):
     """Starts to copy the scales of a piece of 8-bit keys and values: one per token if `by_token`, else four per piece."""
     COUNT: gl.constexpr = C.STAGES * C.PIECES
@@ -173,7 +136,7 @@ def _copy_scales(sources, bufs, b, h_key, kv_heads, start, barrier, at, by_token
 
 @gluon.jit
 def _copy_keys(
-    sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, N, t, step, C,
+    sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t, step, C,
 ):  # fmt: skip
     """Waits for the next stage and starts to load the keys of step `t` of a row's list.
 
@@ -184,8 +147,6 @@ def _copy_keys(
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     index_ptr, k_source, k_pieces, starts = pointers[2], sources[1], bufs[1], bufs[5]
     stage = step % C.STAGES
-    if C.RUN:
-        slots = _runs(pointers, list_at, pieces, first, t, N, C)
     mbarrier.wait(k_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
     h_copy = h_key
     if C.QK8:  # a masked step reads the copy of the keys with a scale per token
@@ -196,14 +157,11 @@ def _copy_keys(
             block = gl.load(index_ptr + list_at + turn // C.K_SPLIT)
         start = _start(block, pieces, turn, C)
         starts.index(stage * C.PIECES + p).store(gl.full([1], 0, gl.int32, one) + start)
-        if not C.RUN:
-            at = stage * PANELS * C.PIECES + p
-            _copy(k_source, b, h_copy, start, k_full.index(stage), k_pieces, at, C.PIECES, PANELS, WIDE)
+        at = stage * PANELS * C.PIECES + p
+        _copy(k_source, b, h_copy, start, k_full.index(stage), k_pieces, at, C.PIECES, PANELS, WIDE)
         if C.QK8:
             at = stage * C.PIECES + p
             _copy_scales(sources, bufs, b, h_key, kv_heads, start, k_full.index(stage), at, t < masked, C)
-    if C.RUN:
-        _copy_runs(k_source, sources[4], h_key, slots, k_full.index(stage), k_pieces, stage, N, PANELS, C)
     # This arrival comes last, for it also hands over `starts`. One lane arrives for the warp, so all of them must have
     # stored. Copies that finish before it do no harm: without the arrival the phase cannot end.
     thread_barrier()
@@ -218,14 +176,14 @@ def _copy_keys(
 
 @gluon.jit
 def _copy_steps(
-    sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, N, begin, end,
+    sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, begin, end,
     step, C,
 ):  # fmt: skip
     """`_copy_keys` of the steps from `begin` up to `end`; returns the block of step `end`, and the count of all steps."""
     for t in range(begin, end):
         later = gl.load(pointers[2] + list_at + _turn(pieces, first, t + 1, 0, C) // C.K_SPLIT)
         _copy_keys(
-            sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, N, t,
+            sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, t,
             step, C,
         )  # fmt: skip
         step += 1
@@ -319,7 +277,7 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
             _copy_queries(sources, bufs, q_full, q_empty, word, b, h, h_key, row, target, visit, C)
         second = gl.load(index_ptr + list_at + _turn(pieces, first, 1, 0, C) // C.K_SPLIT)
         _copy_keys(
-            sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, N, 0,
+            sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, 0,
             step, C,
         )  # fmt: skip
         if C.Q_BUFFERS == 1:
@@ -328,7 +286,7 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         block = second
         early = gl.maximum(steps - TAKEN_AHEAD, 1)
         block, step = _copy_steps(
-            sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, N, 1,
+            sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, 1,
             early, step, C,
         )  # fmt: skip
         tile = gl.num_programs(0) + gl.atomic_add(queue_ptr, 1, sem="relaxed")
@@ -338,7 +296,7 @@ def load_keys(C, sources, pointers, bars, bufs, strides, sizes):
         next_pieces, next_steps, next_first, next_masked = extent(following, C)
         opening = gl.load(index_ptr + next_at + gl.maximum(next_pieces - 1, 0) // C.K_SPLIT)
         block, step = _copy_steps(
-            sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads, N,
+            sources, pointers, bufs, k_full, k_empty, block, list_at, b, h_key, pieces, first, masked, kv_heads,
             early, steps, step, C,
         )  # fmt: skip
         block = opening
@@ -368,13 +326,9 @@ def load_values(C, sources, pointers, bars, bufs, strides, sizes):
         for t in range(steps):
             stage = step % C.STAGES
             block = gl.load(index_ptr + list_at + _turn(pieces, first, t, 0, C) // C.K_SPLIT)
-            if C.RUN:
-                slots = _runs(pointers, list_at, pieces, first, t, N, C)
             mbarrier.wait(v_empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
             mbarrier.expect(v_full.index(stage), C.BLOCK_N * C.DV * (1 if C.PV8 else 2))
-            if C.RUN:
-                _copy_runs(v_source, sources[5], h_key, slots, v_full.index(stage), v_pieces, stage, N, PANELS, C)
-            for p in gl.static_range(0 if C.RUN else C.PIECES):
+            for p in gl.static_range(C.PIECES):
                 turn = _turn(pieces, first, t, p, C)
                 if p > 0:
                     block = gl.load(index_ptr + list_at + turn // C.K_SPLIT)

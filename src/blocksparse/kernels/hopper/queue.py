@@ -85,12 +85,11 @@ class Constants:
     QK8: gl.constexpr  # queries and keys are int8
     PV8: gl.constexpr  # weights and values are fp8; the values are then stored transposed
     CUT: gl.constexpr  # the queue hands out entries of a list of work (`hopper/shares.py`), not tiles of queries
-    RUN: gl.constexpr  # keys that lie one behind another in a cache; 0 where all keys do (`hopper/loaders.py`)
 
     @gluon.constexpr_function
     def __init__(
         self, DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
-        K_IN_ORDER, QK8, PV8, CUT, RUN,
+        K_IN_ORDER, QK8, PV8, CUT,
     ):  # fmt: skip
         self.DQ = gl.constexpr(DQ)
         self.DV = gl.constexpr(DV)
@@ -108,7 +107,6 @@ class Constants:
         self.QK8 = gl.constexpr(QK8)
         self.PV8 = gl.constexpr(PV8)
         self.CUT = gl.constexpr(CUT)
-        self.RUN = gl.constexpr(RUN)
 
 
 @gluon.jit

@@ -5,7 +5,6 @@ places   which original positions those blocks hold, and whether later keys are 
 tiles    which kernel runs, and how it is launched: `HopperTiles` and `TritonTiles` of `execute/tiles.py`
 change   what the layer does to its logits before the softmax: `LogitChange`
 blocks   which blocks a call kept, where the others count as well: `KeptBlocks`
-paged    where keys and values lie in the pages of a cache, if they do: `PagedKV` of `batch/pages.py`
 scales   what 8-bit operands stand for: `Approximation`, and `TileOperands` of `quantize/tile_operands.py`
 """
 
@@ -29,21 +28,6 @@ class Lists:
     index: Tensor  # [B|1, Hm, rows, cols] int16 or int32, a row's full blocks, then its partial blocks
     q_block: int
     k_block: int
-
-
-class Paged(Protocol):
-    """`PagedKV` of `batch/pages.py`, which says what its fields mean."""
-
-    @property
-    def keys(self) -> Tensor: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def slots(self) -> Tensor: ...
-    @property
-    def key_slots(self) -> Tensor: ...
-    @property
-    def run(self) -> int: ...
 
 
 class Tiles(Protocol):

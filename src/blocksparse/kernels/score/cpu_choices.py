@@ -109,7 +109,7 @@ def _means(
     x = x.resolve_neg()
     x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
     B, Hx, _, D = x.shape
-    H, N = x.shape[1:3] if index is None else index.shape[1:]  # x may be a cache with other tokens, too
+    H, N = x.shape[1:3] if index is None else index.shape[1:]
     if index is not None:
         index = (index if index.shape[0] == B else index.expand(B, -1, -1)).contiguous()
     blocks = cdiv(lead + N, block)
