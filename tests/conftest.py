@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.interpreter import interpret_faster, note_launches
 
-# Where ATEN_CPU_CAPABILITY hides AVX-512, PyTorch's flash kernel asks oneDNN alone whether it may pack bf16 for AMX.
+# Where ATEN_CPU_CAPABILITY hides AVX-512, PyTorch's flash kernel asks oneDNN alone whether to pack bf16 for AMX.
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("avx2", "default"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
