@@ -17,11 +17,12 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from blocksparse import Band, Sink, mean_pooling, pbs_attn
 from blocksparse.check.validators import UserError
+from blocksparse.presets.candidate import Candidate
+from blocksparse.presets.named import written
 from blocksparse.testing import every_preset
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT
 from blocksparse.tools.demo.measure import Row, build, perplexity
-from blocksparse.tools.demo.methods import method
 from blocksparse.tools.demo.model import dtype_for
 from blocksparse.tools.demo.picture import Panel, draw, pooled_attention
 from blocksparse.tools.demo.run import legend, table, write_json
@@ -142,23 +143,30 @@ def always_sparse(pipeline: object) -> str:
     return repr(pipeline).replace("dense_below=None", "dense_below=0")
 
 
+IN_A_PLAN = Candidate("sparge", {"share": 0.1}, band=128, last=64)
+
+
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    ("text", "expected"),
     [
         ("pbs_attn", pbs_attn()),
         ("pbs_attn()", pbs_attn()),
         (" pbs_attn( 0.95 , block = 64 ) ", pbs_attn(0.95, block=64)),
         ("pbs_attn([0.5, 0.9], as_released=True)", pbs_attn([0.5, 0.9], as_released=True)),
-        ("mean_pooling(0.97) | Band(128) | Sink", mean_pooling(0.97) | Band(128) | Sink()),
+        ("mean_pooling(0.97) | Band(128) | Sink", mean_pooling(0.97) | (Band(128) | Sink())),
+        (
+            str(Candidate("sparge", {"share": 0.1}, band=128, last=64)),
+            Candidate("sparge", {"share": 0.1}, band=128, last=64).pipeline(),
+        ),
         *((name, preset()) for name, preset in every_preset.items()),
     ],
 )
-def test_methods_are_written_as_in_python(written: str, expected: object) -> None:
-    assert repr(method(written)) == always_sparse(expected)
+def test_methods_are_written_as_in_python(text: str, expected: object) -> None:
+    assert repr(written(text)) == always_sparse(expected)
 
 
 @pytest.mark.parametrize(
-    ("written", "sentence"),
+    ("text", "sentence"),
     [
         ("nonsense", "'--preset' must be one of auto, pbs_attn, pbs_attn_plus"),
         ("pbs_attn(0.95", "as in 'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': pbs_attn(0.95"),
@@ -170,9 +178,9 @@ def test_methods_are_written_as_in_python(written: str, expected: object) -> Non
         ("pbs_attn(blocks=64)", "'--preset' pbs_attn(blocks=64): pbs_attn() got an unexpected keyword argument"),
     ],
 )
-def test_methods_that_are_not_there_are_named(written: str, sentence: str) -> None:
+def test_methods_that_are_not_there_are_named(text: str, sentence: str) -> None:
     with pytest.raises(UserError) as raised:
-        method(written)
+        written(text)
     assert sentence in str(raised.value)
 
 

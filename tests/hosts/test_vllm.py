@@ -383,7 +383,7 @@ def test_a_band_and_a_sink_are_added() -> None:
     given = {"preset": "xattention", "band": 256, "sink": 64}
     layer = Settings.of({"blocksparse": given}, SERVED, HOST).layers[0]
     assert isinstance(layer, Pipeline)
-    assert layer.selector == xattention().selector | Band(256) | Sink(64)
+    assert layer.selector == xattention().selector | (Band(256) | Sink(64))
 
 
 def test_a_pipeline_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,19 +8,16 @@ UpTo        `UpTo` uses a selector in calls of at most so many keys, and keeps e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
-from operator import or_
 from typing import Any, cast, final
 
 import attrs
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from blocksparse.check.per_head import PerHead
 from blocksparse.check.validators import UserError, a, count, is_real, optional, shown, size, whole
-from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.presets import every_preset
+from blocksparse.presets.named import always_sparse, extended, preset_named
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.positions import Band, Everything, LastQueries, PositionSelector
 from blocksparse.select.selector import ScoresT_contra, Selector
@@ -60,9 +57,6 @@ def has_fixed_budget(selector: Selector[Any, Any]) -> bool:
     if selectors := [part for part in parts if isinstance(part, Selector)]:
         return all(map(has_fixed_budget, selectors))
     return getattr(selector, "k", None) is not None
-
-
-ALWAYS_SPARSE = AutoExecutor(dense_below=0)  # a plan holds "dense" where dense attention is the better choice
 
 
 def _plain(value: object) -> bool:
@@ -117,8 +111,10 @@ class Candidate:
 
     def pipeline(self) -> AnyPipeline:
         """The pipeline itself; it selects at any length, also where dense attention would be faster."""
-        if self.preset not in every_preset:
-            raise TuneError(f"there is no preset {shown(self.preset)}; there are {', '.join(every_preset)}")
+        try:
+            preset = preset_named(self.preset)
+        except ValueError as error:
+            raise TuneError(str(error)) from None
         for name, value in self.arguments.items():
             if not _plain(value):
                 raise TuneError(
@@ -128,12 +124,9 @@ class Candidate:
         try:
             optional(count).check(band=self.band, last=self.last)
             more = {} if self.pv_skip is None else {"executor": TritonExecutor(pv_skip=self.pv_skip)}
-            pipeline = every_preset[self.preset](**self.arguments, **more)
             rules: list[PositionSelector] = [] if self.band is None else [Band(self.band)]
             rules += [] if self.last is None else [LastQueries(self.last)]
-            if rules:  # first with one another, so that one launch adds them
-                pipeline = evolve(pipeline, selector=pipeline.selector | reduce(or_, rules))
+            # A plan holds "dense" where dense attention is the better choice.
+            return always_sparse(extended(preset(**self.arguments, **more), rules))
         except (TypeError, ValueError) as error:
             raise TuneError(f"the choice {self} cannot be made: {error}") from None
-        executor = pipeline.executor
-        return evolve(pipeline, executor=ALWAYS_SPARSE) if isinstance(executor, AutoExecutor) else pipeline

@@ -16,10 +16,10 @@ from attrs import asdict, frozen
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.spec import AttentionSpec
-from blocksparse.tools.demo.methods import executor_of
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -316,3 +316,12 @@ def _crossover(rows: Sequence[Row], method: str) -> str:
 
 def _time(ms: float) -> str:
     return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3f} ms"
+
+
+def executor_of(pipeline: AnyPipeline, trace: AnyTrace) -> str:
+    """The executor of `pipeline` that runs inputs like those of `trace`, and why faster ones cannot."""
+    if trace.dense_because is not None:
+        return f"dense attention runs: {trace.dense_because}"
+    if isinstance(pipeline.executor, AutoExecutor):
+        return str(pipeline.executor.choose(trace.q, trace.k, trace.v, trace.mask, trace.spec))
+    return type(pipeline.executor).__name__

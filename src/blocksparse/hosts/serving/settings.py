@@ -16,12 +16,12 @@ from blocksparse.execute.executor import Executor
 from blocksparse.execute.flex import FlexExecutor
 from blocksparse.execute.int8 import Int8Executor
 from blocksparse.execute.triton import TritonExecutor
-from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
+from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.observe.audit import Audit
 from blocksparse.observe.estimate import Crossing
 from blocksparse.pipeline import Pipeline
-from blocksparse.presets import every_preset
+from blocksparse.presets.named import always_sparse, extended, preset_named
 from blocksparse.presets.plan import Plan
 from blocksparse.select.positions import Band, Sink
 
@@ -181,9 +181,8 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
     pipeline = make(**arguments)
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"{shown(name)} must return a Pipeline: {shown(pipeline)}")
-    for rescue, key in ((Band, "band"), (Sink, "sink")):
-        if key in given:
-            pipeline = evolve(pipeline, selector=pipeline.selector | rescue(whole(given[key])))
+    rules = [rule(whole(given[key])) for rule, key in ((Band, "band"), (Sink, "sink")) if key in given]
+    pipeline = extended(pipeline, rules)
     if "executor" in given:
         if given["executor"] not in list(EXECUTORS):
             raise ValueError(f"there is no executor {shown(given['executor'])}; there are {', '.join(EXECUTORS)}")
@@ -209,9 +208,7 @@ def _maker(name: object) -> Callable[..., object]:
     """The preset of a name, or the user's own function of `"module:function"`."""
     module, colon, function = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not colon:
-        if name not in list(every_preset):  # a list, because JSON may hold what no dict can look up
-            raise ValueError(f"there is no preset {shown(name)}; there are {', '.join(every_preset)}")
-        return every_preset[str(name)]
+        return preset_named(name)
     try:
         found = getattr(import_module(module), function)
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two of names such as '.x:f'
@@ -228,14 +225,8 @@ def _maker(name: object) -> Callable[..., object]:
 def _always_runs(layer: LayerPipeline | None) -> LayerPipeline | None:
     """The same without an executor that attends densely: the engine decides that, and has a kernel for it."""
     if isinstance(layer, HeadGroups):
-        return HeadGroups({heads: part and _runs(part) for heads, part in layer.groups.items()})
-    return layer and _runs(layer)
-
-
-def _runs(pipeline: AnyPipeline) -> AnyPipeline:
-    if not isinstance(pipeline.executor, AutoExecutor):
-        return pipeline
-    return evolve(pipeline, executor=AutoExecutor(dense_below=0))
+        return HeadGroups({heads: part and always_sparse(part) for heads, part in layer.groups.items()})
+    return layer and always_sparse(layer)
 
 
 def _plan(given: Mapping[str, Any], served: Served) -> Schedule:

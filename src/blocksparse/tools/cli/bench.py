@@ -64,8 +64,8 @@ def _run(parsed: argparse.Namespace) -> int:
 
     from blocksparse.execute.cpu import about_kernel
     from blocksparse.inputs import MAX_HEAD_DIM
+    from blocksparse.presets.named import written
     from blocksparse.tools.bench import Crossover, Shape, crossovers, legend, run, table
-    from blocksparse.tools.demo.methods import method
 
     if parsed.heads % parsed.kv_heads:
         raise UserError(f"'--heads' must be a multiple of '--kv-heads' ({parsed.kv_heads}): {parsed.heads}")
@@ -76,7 +76,7 @@ def _run(parsed: argparse.Namespace) -> int:
         raise UserError("'--device cuda' needs a GPU that PyTorch can use: none is here; leave it out")
     dtype = parsed.dtype or _DTYPES[kind]
     lengths = parsed.lengths or _LENGTHS[kind]
-    pipelines = {written: method(written) for written in parsed.preset or _PRESETS}
+    pipelines = {text: written(text) for text in parsed.preset or _PRESETS}
     shape = Shape(parsed.heads, parsed.kv_heads, parsed.head_dim, getattr(torch, dtype), torch.device(kind))
     if kind == "cuda":
         name = torch.cuda.get_device_name()

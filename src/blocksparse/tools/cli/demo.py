@@ -55,11 +55,11 @@ def _run(parsed: argparse.Namespace) -> int:
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
         from blocksparse.presets import every_preset
-        from blocksparse.tools.demo.methods import method
+        from blocksparse.presets.named import written
         from blocksparse.tools.demo.run import Settings, run
 
     chosen = every_preset if parsed.preset == ["all"] else parsed.preset or _PRESETS
-    pipelines = {written: method(written) for written in chosen}
+    pipelines = {text: written(text) for text in chosen}
     if not 0 <= parsed.depth <= 1:
         raise UserError(f"'--depth' must be in [0, 1]: {parsed.depth}")
 

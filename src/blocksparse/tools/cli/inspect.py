@@ -59,12 +59,12 @@ def _run(parsed: argparse.Namespace) -> int:
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-        from blocksparse.tools.demo.methods import method
+        from blocksparse.presets.named import written
         from blocksparse.tools.demo.model import convert_smollm2, load
         from blocksparse.tools.inspection.collect import collect
         from blocksparse.tools.inspection.page import numbers, page, table
 
-    pipelines = {written: method(written) for written in parsed.preset or _PRESETS}
+    pipelines = {text: written(text) for text in parsed.preset or _PRESETS}
     if parsed.tokens < _LEAST:
         raise UserError(f"'--tokens' must be at least {_LEAST}: {parsed.tokens}")
     path = parsed.text or TEXT

@@ -39,7 +39,7 @@ def add_command(
 
 
 def add_presets(parser: argparse.ArgumentParser, *, by_default: str) -> None:
-    """`--preset`, which may be repeated; `blocksparse.tools.demo.methods.method` reads each."""
+    """`--preset`, which may be repeated; `blocksparse.presets.named.written` reads each."""
     parser.add_argument(
         "--preset",
         action="append",

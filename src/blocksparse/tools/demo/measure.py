@@ -21,7 +21,7 @@ from blocksparse.check.validators import UserError
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import base_model, logits_of
-from blocksparse.tools.demo.methods import executor_of
+from blocksparse.tools.bench import executor_of
 from blocksparse.tools.demo.model import Model
 from blocksparse.tools.demo.watch import QKV, watch
 

@@ -18,7 +18,7 @@ from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.layers.schedule import Schedule, base_model, logits_of
 from blocksparse.select.block_mask import BlockMask
-from blocksparse.tools.demo.methods import executor_of
+from blocksparse.tools.bench import executor_of
 from blocksparse.tools.demo.model import Model
 from blocksparse.tools.demo.watch import QKV, Attention, watch
 

@@ -10,13 +10,14 @@ import torch
 from attrs import asdict, field, frozen
 from torch import Tensor
 
+from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline, Schedule, text_config
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.order.permutation import Identity
 from blocksparse.pipeline import Pipeline
-from blocksparse.presets.candidate import ALWAYS_SPARSE, Candidate, TuneError
+from blocksparse.presets.candidate import Candidate, TuneError
 from blocksparse.score.scorer import NoScorer
 from blocksparse.select.top_k import Threshold
 from blocksparse.spec import AttentionSpec
@@ -26,7 +27,7 @@ from blocksparse.tools.tune.prompts import TunePrompt
 from blocksparse.tools.tune.reading import Call, Loss, Reading, on_attention
 
 # A selector that says beforehand that it keeps everything would be left out for dense attention.
-EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Threshold(-1.0), ALWAYS_SPARSE)
+EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Threshold(-1.0), AutoExecutor(dense_below=0))
 """Keeps every block, so what it loses is the noise of another kernel."""
 
 PROBE = 0.1  # of a dense reading, about; only the estimate of the time left rests on it
