@@ -266,7 +266,7 @@ def test_figures_that_are_not_known_are_null() -> None:
         (["TINY", "SHORT"], "'TEXT' must have at least 128 tokens, or there is nothing to skip: 5"),
         (
             ["TINY", "--out", "/nowhere/x.html"],
-            "'--out' must be a file in a folder that is there: /nowhere/x.html",
+            "'--out' must be a file in a folder that exists: /nowhere/x.html",
         ),
         (["TINY", "--preset", "x"], "'--preset' must be one of auto, pbs_attn"),
     ],

@@ -72,7 +72,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: MEAN(Q, K, V, window=64, causal=False), "window=64 | call with causal=True"),
     (lambda: MEAN(Q, K, V, softcap=-1.0), "'softcap' | -1.0"),
     (lambda: MEAN(Q, K, V, sinks=[0.1, 0.2]), "'sinks' has 2 entries for 4 query heads"),
-    (lambda: bs.xattention([0.9, 0.8])(Q, K, V), "one entry per query head (4): 2 | one number is for all"),
+    (lambda: bs.xattention([0.9, 0.8])(Q, K, V), "one entry per query head (4): 2 | give one number per query"),
     (lambda: bs.s2o()(Q, K, V, causal=False), "'GlobalIndexMap' | call the pipeline with causal=True"),
     (lambda: bs.s2o()(Q, K, V, window=64), "GatherExecutor | window | 64 tokens | another preset"),
     # Devices and executors.
@@ -116,7 +116,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
         lambda: bs.PageTable(torch.zeros(1, 2, dtype=torch.int32), lengths=[100], page_size=16),
         "'lengths' | 0 to 32 | request 0 has 100",
     ),
-    (lambda: MEAN.attend(Q[:, :, :9], K[:, :, :9], V[:, :, :9], MEAN.choose(Q, K)), "256 | 9 | choose anew"),
+    (lambda: MEAN.attend(Q[:, :, :9], K[:, :, :9], V[:, :, :9], MEAN.choose(Q, K)), "256 | 9 | choose() again"),
     (lambda: MEAN.attend(Q, K, V, None), "'choice' must be a Choice: None; pipeline.choose(q, k) makes one"),
     # PyTorch's function.
     (lambda: ANY.scaled_dot_product_attention(Q, Q, Q), "missing | 'pipeline'"),

@@ -157,10 +157,10 @@ def node(
 
 
 def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
-    """What a layer asks for as arguments of a node: causality, the scale, its window and softcap, 0 being none.
+    """The options of a layer as arguments of a node: causality, scale, window and softcap, with 0 for none.
 
-    And its sinks: `[Hq]`, or `[]` for one number. How much of a prompt remains is a separate argument, since a
-    graph is compiled for each float.
+    Sinks are `[Hq]`, or `[]` for one number. How much of a prompt remains is a separate argument, since a graph is
+    compiled for each float.
 
     Raises:
         TypeError, ValueError: as in `check_asked`.

@@ -76,7 +76,7 @@ EVERYTHING = "every block is kept"  # a reason for dense attention
 
 
 def tell_nobody(given: object) -> None:
-    """A `Done` for callers who take no time of stages."""
+    """A `Done` that does nothing, for callers that do not time stages."""
 
 
 @final
@@ -89,7 +89,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give.
-        ValueError: the scorer leaves out heads at whose values the selector looks.
+        ValueError: the scorer leaves out heads whose values the selector needs.
     """
 
     permuter: Permuter[PermutationT]
@@ -146,7 +146,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         history: KeyHistory | None = None,
         done: Done = tell_nobody,
     ) -> tuple[PermutationT, ScoresT, MaskT]:
-        """What the first three stages give; `done` is told each as soon as it is there.
+        """Run the first three stages; `done` gets each result as soon as it is there.
 
         Only a `ValueScorer` looks at `v`.
 
@@ -179,7 +179,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     def execute(
         self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
-        """What the fourth stage gives."""
+        """Run the executor, the fourth stage."""
         output = self.executor(q, k, v, mask, spec, out)
         check_gave(self._types.output, output)
         return output

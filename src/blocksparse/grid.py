@@ -150,7 +150,7 @@ class Grid:
         )
 
     def refined(self, n: int) -> Grid:
-        """The same places in blocks `n` times smaller on both sides. Each call with one `n` gives one object.
+        """The same grid with blocks `n` times smaller on both sides. Each call with one `n` gives one object.
 
         Raises:
             ValueError: `n` does not divide both block sizes.
@@ -207,7 +207,7 @@ class Grid:
 
     @property
     def prompt_keys(self) -> int:
-        """How many keys the prompt has. A call that is not causal has all of them."""
+        """Number of keys of the prompt. A call that is not causal has all of them."""
         return self.k_len + self.remaining if self.causal else self.k_len
 
     @property
@@ -217,12 +217,12 @@ class Grid:
 
     @property
     def q_lead(self) -> int:
-        """How many empty places row 0 has before its first query."""
+        """Number of empty slots in row 0 before its first query."""
         return self.first_position % self.q_block
 
     @property
     def positions(self) -> TokenPositions:
-        """What attention kernels read of the grid."""
+        """The positions that attention kernels read."""
         order = self.permutation
         q_position, k_position = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (self.q_position, self.k_position)

@@ -118,7 +118,7 @@ def _as_sinks(value: Any) -> PerHead:
 @final
 @frozen(kw_only=True, cache_hash=True)
 class AttentionSpec:
-    """What a layer would compute if every block were kept. Nothing here approximates.
+    """Options of exact attention: what a layer computes if every block is kept.
 
         AttentionSpec(scale=D**-0.5, window=4096)
 
@@ -159,7 +159,7 @@ class AttentionSpec:
 
     @staticmethod
     def of(heads: int, scale: float, asked: Asked) -> AttentionSpec:
-        """What a call of `heads` query heads asks for, whose scale is known by now.
+        """The spec of a call of `heads` query heads, with a known scale.
 
         Objects are remembered, since every call of a layer asks for one.
 
@@ -213,7 +213,7 @@ class AttentionSpec:
             raise ValueError(reason)
 
     def of_heads(self, heads: Sequence[int], kv_heads: int) -> AttentionSpec:
-        """That of some of the `kv_heads` KV heads of a layer: with the sinks of their query heads.
+        """The spec of some of the `kv_heads` KV heads of a layer, with the sinks of their query heads.
 
         Raises:
             ValueError: the sinks are not as many for each KV head.
@@ -227,7 +227,7 @@ class AttentionSpec:
         return evolve(self, sinks=torch.cat([by_kv_head[head] for head in heads]))
 
     def for_kernel(self, q: Tensor) -> LogitChange:
-        """What the portable kernel gets, for `q` `[B, Hq, M, D]`."""
+        """The arguments of the portable kernel for `q` `[B, Hq, M, D]`."""
         return LogitChange(self.softcap, None if self.sinks is None else by_head(self.sinks, q))
 
     def capped(self, logits: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
 @final
 @frozen(eq=False)
 class Choice(Generic[MaskT]):
-    """What the first three stages of a pipeline give for a call; `Pipeline.attend` takes it to the fourth.
+    """The selected blocks of a call, from the first three stages of a pipeline; `Pipeline.attend` runs the fourth.
 
     It may be attended to again: with other values, in a later denoising step, or in another layer. Then the blocks
     are those that were chosen here, and attention over them is exact.
@@ -112,9 +112,12 @@ class Choice(Generic[MaskT]):
         its = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]
         if mine != its:
             raise ValueError(
-                f"this choice was made for (B, Hq, Hkv, M, N, D) = {mine}, and q and k have {its}: choose anew"
+                f"this choice was made for (B, Hq, Hkv, M, N, D) = {mine}, and q and k have {its}: call choose() "
+                "again"
             )
         if device != q.device:
-            raise ValueError(f"this choice lies on {device}, and q and k are on {q.device}: choose anew")
+            raise ValueError(f"this choice lies on {device}, and q and k are on {q.device}: call choose() again")
         if self.dtype.itemsize != q.dtype.itemsize:
-            raise ValueError(f"this choice was made for {self.dtype}, and q and k are {q.dtype}: choose anew")
+            raise ValueError(
+                f"this choice was made for {self.dtype}, and q and k are {q.dtype}: call choose() again"
+            )

@@ -178,7 +178,7 @@ REFUSED: dict[str, Case] = {
     ),
     "draws by head": refused(
         ValueError,
-        "'Random' draws by the index",
+        "'Random' needs the index of the KV head",
         call_of(lambda mesh: Ulysses(pipeline(bs.Random(0.5)), mesh, "ranks")),
     ),
     "density of other heads": refused(
@@ -220,7 +220,7 @@ REFUSED: dict[str, Case] = {
     ),
     "ring of values": refused(
         ValueError,
-        "OutputAwareScorer judges blocks by values, .*: use AllGatherKV",
+        "OutputAwareScorer scores blocks by values, .*: use AllGatherKV",
         call_of(lambda mesh: Ring(pipeline(bs.TopK(1), BY_VALUES), mesh, "ranks")),
     ),
     "ranks at other places of a prompt": on_rank_1(remaining=5),
@@ -228,7 +228,7 @@ REFUSED: dict[str, Case] = {
         ValueError, "'Stride' with 'released'", gather(pipeline(bs.Stride(3, released=True)))
     ),
     "band without positions": refused(
-        ValueError, "'Band' asks where queries stand", gather(pipeline(bs.Band(3)), causal=False)
+        ValueError, "'Band' needs the positions of queries", gather(pipeline(bs.Band(3)), causal=False)
     ),
     "order of a video": refused(
         ValueError,
@@ -269,7 +269,7 @@ REFUSED: dict[str, Case] = {
     **{
         f"{scheme.__name__} with a window": refused(
             ValueError,
-            "the call has a sliding window of 40 tokens, and no scheme knows windows",
+            "the call has a sliding window of 40 tokens, and no scheme supports windows",
             call_of(windowed(scheme)),
         )
         for scheme in (Ulysses, AllGatherKV, Ring)

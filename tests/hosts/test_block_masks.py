@@ -155,7 +155,7 @@ def test_what_flashinfer_cannot_honour_is_refused() -> None:
         to_flashinfer(mask)
     with pytest.raises(ValueError, match="'entry' must be less than the batch of 1: 1"):
         to_flashinfer(mask.share_heads(), entry=1)
-    with pytest.raises(ValueError, match="attend to all pairs of a block, and causality forbids some"):
+    with pytest.raises(ValueError, match="attend to all pairs of a block, and causality forbids some pairs"):
         to_flashinfer(own.trace(q, k, v).mask.share_heads())
 
 

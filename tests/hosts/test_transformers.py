@@ -905,9 +905,9 @@ def test_models_that_add_keys_are_an_error() -> None:
         for given, sentence in (
             (
                 mask,
-                "got 70 queries and 75 keys, and a mask of 70 queries and 70 keys: a model that adds keys of its",
+                "got 70 queries and 75 keys, and a mask of 70 queries and 70 keys: a model that adds its own keys",
             ),
-            (None, "got 70 queries, 75 keys and no mask, .* a model that adds keys of its own cannot run while"),
+            (None, "got 70 queries, 75 keys and no mask, .* a model that adds its own keys cannot run while"),
         ):
             with pytest.raises(ValueError, match=sentence):
                 attend(model.model.layers[0].self_attn, x, more, more, given)

@@ -427,7 +427,10 @@ def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model(
     [
         (7, "it must be an object with some of preset, quality, settings, band, sink, executor, plan, dense, "),
         ({"preset": "pbs_attn", "tau": 1}, "there is no 'tau'; there are preset, quality, settings, band, "),
-        ({"preset": "sparge", "quality": "fast"}, "'quality' is of the preset 'auto', and to be given once: "),
+        (
+            {"preset": "sparge", "quality": "fast"},
+            "'quality' is an argument of the preset 'auto', and must be given ",
+        ),
         ({"quality": "good"}, "'quality' must be 'careful', 'balanced' or 'fast': 'good'"),
         ({"quality": "fast", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
         ({"preset": "auto", "band": -1}, "'tokens' must be a whole number, at least 0: -1"),

@@ -129,7 +129,7 @@ def test_who_passes_values_and_who_refuses() -> None:
     call = Call(spec, with_lse=False, Hq=2, Hkv=1)
     assert torch.equal(attend_whole(pipeline, q, k, lambda: v, call, dense=False).out, want)
     assert torch.equal(bs.HeadGroups({(0,): pipeline})(q, k, v), want)
-    with pytest.raises(ValueError, match=r"OutputAwareScorer judges blocks by values.*pipeline.choose\(q, k, v\)"):
+    with pytest.raises(ValueError, match=r"OutputAwareScorer scores blocks by values.*pipeline.choose\(q, k, v\)"):
         pipeline.choose(q, k)
     pair = bs.ScorerPair(bs.OutputAwareScorer(block=16), bs.MeanPoolScorer(16))
     two = bs.Pipeline(bs.Identity(), pair, bs.SelectorPair(bs.TopK(1), bs.TopK(1)), bs.ReferenceExecutor())

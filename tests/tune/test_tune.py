@@ -516,7 +516,7 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
         (["MODEL", "--held", "0"], "'--held' must be at least 1: 0"),
         (
             ["MODEL", "--prompts", "none.jsonl", "--held", "3"],
-            "'--held' is not known to '--prompts'",
+            "'--held' does not apply to '--prompts'",
         ),
         (["MODEL", "--tokens", "5000", "900"], "tokens for each prompt"),
         (["MODEL", "--tokens", "1025", "900", "--count", "1"], "prompts must be of at most 1024 tokens"),
@@ -531,9 +531,12 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
             ["MODEL", "--head-groups", "3", "--tokens", "900", "800"],
             "'head_groups' must be at most 2, the model's KV heads: 3",
         ),
-        (["MODEL", "--strategy", "sparge", "--batch", "2"], "'--batch' is not known to '--strategy sparge': "),
-        (["MODEL", "--strategy", "sparge", "--text-kl", "1"], "'--text-kl' is not known to '--strategy sparge': "),
-        (["MODEL", "--l1", "0.1"], "'--l1' is not known to '--strategy kl': leave one of the two out: 0.1"),
+        (["MODEL", "--strategy", "sparge", "--batch", "2"], "'--batch' does not apply to '--strategy sparge': "),
+        (
+            ["MODEL", "--strategy", "sparge", "--text-kl", "1"],
+            "'--text-kl' does not apply to '--strategy sparge': ",
+        ),
+        (["MODEL", "--l1", "0.1"], "'--l1' does not apply to '--strategy kl': leave one of the two out: 0.1"),
         (["MODEL", "--out", "."], "'--out' must be a file, the plan: . is a folder"),
     ],
 )

@@ -216,15 +216,15 @@ class Sequences(OpaqueBase):
         ]
 
     def specs(self, spec: AttentionSpec) -> list[AttentionSpec]:
-        """What a call of all sequences asks for, for each of them.
+        """The spec of a call of all sequences, once for each of them.
 
         Raises:
             ValueError: the call has a number of `remaining` tokens itself.
         """
         if spec.remaining:
             raise ValueError(
-                f"'remaining' is of one prompt, and 'sequences' are several: {spec.remaining}; give "
-                "Sequences(..., remaining=[...]), a number for each"
+                f"'remaining' must be 0 with 'sequences': {spec.remaining}; give a number for each prompt, "
+                "Sequences(..., remaining=[...])"
             )
         return [spec.with_remaining(more) for more in self.remaining or [0] * len(self.spans)]
 

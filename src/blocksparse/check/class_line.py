@@ -1,4 +1,4 @@
-"""What stages declare in their classes: the types that they take and give, and where queries may be cut.
+"""Declarations of stages in their classes: the types that they take and give, and where queries may be cut.
 
 The "class line" of a stage is the first line of its class, with the type parameters of its role. `class
 TopCdf(Selector[BlockMass, BlockMask])` needs a `BlockMass` and gives a `BlockMask`. Type checkers such as mypy
@@ -139,7 +139,7 @@ class Cut(Protocol):
     """A stage."""
 
     def alignment(self, causal: bool) -> int:
-        """How many tokens the ends of parts of the queries must be a multiple of."""
+        """Number of tokens of which the ends of parts of the queries must be a multiple."""
 
 
 def unknown(stage: object) -> ValueError:
@@ -165,6 +165,7 @@ def by_position(stage: object, causal: bool) -> int:
     """
     if not causal:
         raise ValueError(
-            f"'{type(stage).__name__}' asks where queries stand, which a part of a call that is not causal forgets"
+            f"'{type(stage).__name__}' needs the positions of queries, and a part of a call that is not causal "
+            "does not know them"
         )
     return 1

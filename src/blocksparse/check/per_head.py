@@ -184,8 +184,8 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
     entries = value.on(scores.device)
     if entries.shape[0] != scores.shape[1]:
         raise ValueError(
-            f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}; one number "
-            "is for all heads"
+            f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}; give one "
+            "number per query head, or one for all"
         )
     return entries.reshape(1, -1, 1, 1)
 

@@ -62,9 +62,9 @@ def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) ->
     group = Hq // Hkv
     if Hq % ranks or (Hkv % ranks and ranks % Hkv):
         raise ValueError(
-            f"{Hq} query heads and {Hkv} KV heads cannot be spread evenly over {ranks} ranks: their number must "
+            f"{Hq} query heads and {Hkv} KV heads cannot be spread evenly over {ranks} ranks: the ranks must "
             "divide the KV heads, or be a multiple of them that divides the query heads; AllGatherKV takes any "
-            "heads, for pipelines that choose in each row of blocks by themselves, as auto() does"
+            "heads"
         )
     by_key = [loads[h * group : (h + 1) * group] for h in range(Hkv)]
     if ranks > Hkv:  # some ranks for each KV head, which share its query heads
@@ -142,18 +142,18 @@ def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
         name = type(stage).__name__
         if isinstance(stage, Random):
             raise ValueError(
-                f"'{name}' draws by the index of the KV head, which no rank with some heads knows: use "
-                "AllGatherKV, whose ranks have all heads"
+                f"'{name}' needs the index of the KV head in the whole model, which a rank with some heads does "
+                "not have: use AllGatherKV, whose ranks have all heads"
             )
         if split and isinstance(stage, SharedByGroup):
             raise ValueError(
-                f"'{name}' joins the query heads of a KV head, and more ranks than KV heads take them apart: "
-                "leave it out, or use at most as many ranks as KV heads"
+                f"'{name}' joins the query heads of a KV head, which are on several ranks here: leave it out, or "
+                "use at most as many ranks as KV heads"
             )
         if split and getattr(stage, "per_query_head", True) is False:
             raise ValueError(
-                f"'{name}' has one order for the query heads of a KV head, and more ranks than KV heads take them "
-                "apart: give it per_query_head=True, or use at most as many ranks as KV heads"
+                f"'{name}' has one order for the query heads of a KV head, which are on several ranks here: give "
+                "it per_query_head=True, or use at most as many ranks as KV heads"
             )
 
 

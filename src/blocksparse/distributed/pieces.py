@@ -165,14 +165,14 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, piece: Piece, masks: list[tuple[GlobalPermutation, BlockMask]]) -> Choice:
-        """What was chosen in each KV head, one after another."""
+        """The choices of all KV heads, one after another."""
         k_index = _heads([permutation.k_index for permutation, _ in masks])
         q_index = _heads([permutation.q_index for permutation, _ in masks])
         keep, grid = torch.cat([mask.keep for _, mask in masks], dim=1), masks[0][1].grid
         return cls(piece, keep, k_index, q_index, grid.q_block, grid.k_block)
 
     def within(self, region: Region, q: Tensor, k: Tensor) -> BlockMask:
-        """What is kept in a region of `q` `[B, Hq, m, D]` and `k` `[B, Hkv, n, D]`."""
+        """The kept blocks in a region of `q` `[B, Hq, m, D]` and `k` `[B, Hkv, n, D]`."""
         first = region.queries.start - self.piece.start
         rows = slice(first // self.q_block, -(-(first + region.queries.length) // self.q_block))
         cols = slice(region.keys.start // self.k_block, -(-region.keys.end // self.k_block))

@@ -244,7 +244,7 @@ def checked(
         spec = AttentionSpec.of(q.shape[1], scale, asked)
         if spec.window is not None:
             raise ValueError(
-                f"the call has a sliding window of {spec.window} tokens, and no scheme knows windows: spread "
+                f"the call has a sliding window of {spec.window} tokens, and no scheme supports windows: spread "
                 "heads instead (tensor parallel), or call without"
             )
         if q.device != ranks.device:

@@ -63,7 +63,7 @@ class Ring(SequenceScheme):
         for said in declared(pipeline.permuter, Permuter, 0):
             if not (isinstance(said.value, type) and issubclass(said.value, GlobalPermutation)):
                 raise ValueError(
-                    f"{type(pipeline.permuter).__name__} may give each group of queries an order of its own, and "
+                    f"{type(pipeline.permuter).__name__} may give each group of queries its own order, and "
                     "the keys of a ring must stay inside segments: use AllGatherKV or Ulysses"
                 )
         for said in declared(pipeline.executor, Executor, 1):
@@ -80,8 +80,8 @@ class Ring(SequenceScheme):
         refuse_apart(pipeline, split=False)
         if isinstance(pipeline.scorer, ValueScorer):
             raise ValueError(
-                f"{type(pipeline.scorer).__name__} judges blocks by values, and no rank of a ring has those of "
-                "all keys: use AllGatherKV"
+                f"{type(pipeline.scorer).__name__} scores blocks by values, and no rank of a ring has those "
+                "of all keys: use AllGatherKV"
             )
         if call.spec.sinks is not None:
             raise ValueError(

@@ -95,7 +95,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
-        """The same; it may leave transfers under way if it fails."""
+        """Make the call; it may leave transfers under way if it fails."""
 
     @abstractmethod
     def shard(self, x: Tensor, dim: int = 2, *, before: int = 0, causal: bool = True) -> Tensor:

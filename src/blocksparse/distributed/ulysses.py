@@ -69,7 +69,7 @@ class Ulysses(Scheme):
         sequences: Sequences | None = None,
         **asked: Unpack[Asked],
     ) -> Tensor:
-        """As of `Scheme`.
+        """Attend as `Scheme` describes.
 
         Args:
             sequences: where several prompts lie in the tokens of all ranks, the same on every rank. A rank may

@@ -70,7 +70,7 @@ def dense_operations(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> in
 
 
 def idle_factor(q: Tensor) -> float:
-    """How many times as long dense attention of `q` `[B, Hq, M, D]` takes because multiprocessors have no queries.
+    """Slowdown of dense attention of `q` `[B, Hq, M, D]` because some multiprocessors have no queries.
 
     From 1 to 2, and 1 without a GPU. cuDNN gives each the 128 queries of a tile. FlashAttention-2 shares out keys
     instead where tiles are few, but has half the rate, so the result is at most 2.
@@ -138,7 +138,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         return f"little work: fewer than {_short(pays_from)} floating-point operations (dense_below)"
 
     def choose(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> ExecutorChoice:
-        """What a pipeline would run for these inputs, and why nothing faster."""
+        """The executor that a pipeline would run for these inputs, and why none faster."""
         if reason := self.dense_because(q, k, v, spec):
             idle = idle_factor(q)
             counted = f", counted {idle:.2g} times for idle multiprocessors" if idle > 1 else ""

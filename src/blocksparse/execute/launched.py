@@ -1,4 +1,4 @@
-"""How executors launch their kernels: over lists of blocks, with a fallback, and as one node under torch.compile.
+"""Launches of executors' kernels: over lists of blocks, with a fallback, and as one node under torch.compile.
 
 A node takes tensors and numbers, so the permutation and the mask are taken apart for it, and put together again
 when it runs. The grid of a mask follows from the permutation and the sizes of its blocks.

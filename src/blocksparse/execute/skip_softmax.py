@@ -124,7 +124,7 @@ def _visited(*arguments: Any) -> BlockMask:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, skip: float | None, tile: int
 ) -> AttentionOutput:
-    """The same in plain torch, a row of blocks at a time: tiles of `tile` keys, in the order of their slots."""
+    """The attention in plain torch, a row of blocks at a time: tiles of `tile` keys, in the order of slots."""
     grid, keep, permutation = mask.grid, mask.per_query_head(), one_order(mask)
     dtype, (B, Hq, M, _) = wide_dtype(q), q.shape
     missing = grid.cols * grid.k_block - k.shape[2]

@@ -106,7 +106,7 @@ def _check_pairs(block_mask: FlexBlockMask, partial: Tensor, offset: int | None)
 
 
 class FlashInferBlocks(NamedTuple):
-    """What FlashInfer's `VariableBlockSparseAttentionWrapper.plan` takes for one entry of a batch."""
+    """Arguments of FlashInfer's `VariableBlockSparseAttentionWrapper.plan` for one entry of a batch."""
 
     block_mask_map: Tensor  # [Hkv, rows, cols] bool
     block_row_sz: Tensor  # [Hkv, rows] int32, the queries in each row
@@ -149,8 +149,8 @@ def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
         hides = hides | (grid.k_first <= grid.q_last - grid.window)
     if grid.causal and bool((mask.keep & hides).any()):
         raise ValueError(
-            "FlashInfer's block-sparse kernels attend to all pairs of a block, and causality forbids some in the "
-            "blocks of this mask: call the pipeline with causal=False, or run it with an executor of this package"
+            "FlashInfer's block-sparse kernels attend to all pairs of a block, and causality forbids some pairs "
+            "of this mask: call the pipeline with causal=False, or run it with an executor of this package"
         )
     sizes = (
         (position[0, 0].unflatten(-1, (-1, block)) >= 0).sum(-1, dtype=torch.int32).expand(grid.kv_heads, -1)

@@ -121,7 +121,7 @@ class TokenLayout:
         return torch.cat(one_by_one)
 
     def _alike(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, text: int, real: int) -> Tensor:
-        """The same for entries of a batch that have as many real tokens of text."""
+        """The layout of the entries of a batch that have as many real tokens of text."""
         lacking = k.shape[2] - q.shape[2]
         if lacking:  # rows are added, so that queries and keys stand in the same order and blocks
             q = torch.cat((q.new_zeros((*q.shape[:2], lacking, q.shape[3])), q), dim=2)
@@ -254,7 +254,7 @@ def _selecting_on(selector: Selector[Any, Any], grids: tuple[Sizes, ...]) -> Sel
 @final
 @frozen(eq=False)
 class WithText(Selector[ScoresT_contra, BlockMask]):
-    """What `inner` keeps, and every block, however fine, that holds one of the last `text` queries or keys."""
+    """The blocks of `inner`, and every block, however fine, that holds one of the last `text` queries or keys."""
 
     inner: Selector[ScoresT_contra, BlockMask]
     text: int

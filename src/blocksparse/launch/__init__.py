@@ -1,1 +1,1 @@
-"""What PyTorch and Triton want of a call: launches, and calls that repeat them."""
+"""Launches of kernels, calls that repeat them, and the private names of PyTorch and Triton."""

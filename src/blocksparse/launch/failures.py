@@ -27,7 +27,7 @@ class LaunchError(RuntimeError):
 
 
 def launch_error(kernel: str, error: Exception) -> LaunchError | None:
-    """What `error` says of a launch of `kernel`, in a sentence; None if it is not about the kernel itself."""
+    """The reason in `error` why `kernel` was not launched, in a sentence; None if it is not about the kernel."""
     if isinstance(error, LaunchError):
         return error
     kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -45,7 +45,7 @@ class Calls:
         self._met: OrderedDict[Key, float] = OrderedDict()
 
     def find(self, key: Key) -> Any:
-        """What repeats this call; None if nothing is known that does."""
+        """The recording that repeats this call; None if there is none."""
         with self._lock:
             if (entry := self._known.get(key)) is None:
                 return None
@@ -121,7 +121,7 @@ _OWNERS: ByValue[object] = ByValue(512)
 
 
 def owner_of(run: Callable[..., Any]) -> object:
-    """What stands for a function: itself, or the value that it is a method of, one object for all that are equal.
+    """The owner of a function: itself, or the value that it is a method of, one object for all that are equal.
 
     It is None where that value has no hash, or holds what is not `is_ours`.
     """

@@ -106,7 +106,7 @@ class Repetition(NamedTuple):
 
 @final
 class Recording(TorchDispatchMode):
-    """What a call does to these inputs; it ends with `NotRepeated` before it does what cannot be repeated."""
+    """A recording of a call of these inputs; it raises `NotRepeated` at operations that cannot be repeated."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -181,7 +181,7 @@ class Recording(TorchDispatchMode):
         return None
 
     def repetition(self, result: Any) -> Repetition:
-        """What repeats the call, which gave `result`."""
+        """The repetition of the call, which gave `result`."""
         if (where := self._where(result)) is None:
             raise NotRepeated("the result was there before the call")
         place, slot, like = self._value(result, as_view=True), where[0], self._held[where[0]]

@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 @final
 @define(eq=False)
 class KeptChoices:
-    """What the layers of a model chose in a step, for them to attend to in the steps behind it.
+    """The choices of a model's layers in one step, reused in the steps after it.
 
         choices = KeptChoices(every=12)
         for step, latents in enumerate(...):
@@ -193,7 +193,7 @@ class SameChoice:
 
 
 def shared(schedule: Schedule, layers: int) -> tuple[LayerPipeline | SameChoice | None, ...]:
-    """What attends in each layer of a model that has `layers` layers, where some take the choices of others.
+    """The attention of each layer of a model with `layers` layers, where some layers reuse the choices of others.
 
     Raises:
         TypeError, ValueError: as in `Schedule.choosers`.

@@ -133,7 +133,7 @@ class Schedule:
             )
 
     def resolve(self, layers: int) -> tuple[LayerPipeline | None, ...]:
-        """What attends in each layer of a model that has `layers` layers.
+        """The attention of each layer of a model with `layers` layers.
 
         Raises:
             TypeError, ValueError: `layers` is not a whole number, at least 1. Or the schedule names a layer that

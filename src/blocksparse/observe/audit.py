@@ -118,7 +118,7 @@ class Audit:
             raise ValueError("'on_crossed' and 'fall_back' need a bound: give 'min_mass' or 'max_error'")
 
     def layers(self, *, wait: bool = True) -> list[LayerAudit]:
-        """What was found, layer by layer. Waits for audits that a GPU still computes, or leaves them out."""
+        """The results, layer by layer. Waits for audits that a GPU still computes, or leaves them out."""
         self._receive(wait=wait)
         return self._all()
 
@@ -232,7 +232,7 @@ def _was_dense(trace: AnyTrace) -> bool:
 @final
 @frozen(eq=False)
 class AuditedPipeline:
-    """What attends in one layer, under an audit. It is called as a `Pipeline` is."""
+    """The pipeline of one layer, under an audit. It is called as a `Pipeline` is."""
 
     pipeline: LayerPipeline | Any  # or what is called like one, and has a trace
     layer: int

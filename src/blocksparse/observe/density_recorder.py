@@ -16,7 +16,7 @@ _COUNTING = Lock()  # several threads may run one model
 @final
 @define(eq=False)
 class DensityRecorder:
-    """What attention calls did: the density of sparse calls, and the reasons of dense calls.
+    """Record of attention calls: the density of sparse calls, and the reasons of dense calls.
 
     The host waits for the GPU when a density is read, never when it is recorded. Layers are transformers'
     `layer_idx`; attention modules without one count as layer -1.

@@ -77,7 +77,7 @@ def _student(p: float, freedom: int) -> float:
 @final
 @frozen
 class LayerAudit:
-    """What an audit knows of one layer. The estimates are over its last audited calls."""
+    """Results of an audit for one layer. The estimates are over its last audited calls."""
 
     layer: int
     calls: int  # sparse calls so far

@@ -77,7 +77,7 @@ def auto(
 @final
 @frozen
 class AutoChoice:
-    """What `auto` does in one call, and why; as text, one sentence."""
+    """The decision of `auto` for one call, with its reason; as text, one sentence."""
 
     preset: str  # as Python
     because: str

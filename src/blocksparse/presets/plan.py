@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 @final
 @frozen
 class Part:
-    """What attends in one layer, or in some KV heads of it, and what was measured with this part alone sparse."""
+    """The attention of one layer, or of some of its KV heads, and measurements with this part alone sparse."""
 
     layer: int
     heads: tuple[int, ...] | None  # KV heads; None is all
@@ -113,7 +113,7 @@ class Try:
 @final
 @frozen
 class Evidence:
-    """How a plan was found, and how it fared on prompts that it was not tuned on."""
+    """How a plan was found, and its results on prompts that it was not tuned on."""
 
     strategy: str
     minimise: str
@@ -142,7 +142,7 @@ _LARGEST = 10_000  # layers or KV heads, so that a wrong number in a file takes 
 @final
 @frozen
 class Plan:
-    """What attends in each layer of one model: `attach(model, Plan.load("plan.json").schedule(model))`."""
+    """The attention of each layer of one model: `attach(model, Plan.load("plan.json").schedule(model))`."""
 
     model: Fingerprint
     layers: tuple[Part, ...] = field()
@@ -182,7 +182,7 @@ class Plan:
         return max(each.tokens for each in self.evidence.plan.lengths)
 
     def schedule(self, model: Any) -> Schedule:
-        """What `attach` takes.
+        """The schedule for `attach`.
 
         Layers whose choice keeps a fixed number of tokens, as windows do, are dense in prompts of more than
         `longest` tokens. If there are such layers, the log says so once, here.
@@ -222,7 +222,7 @@ class Plan:
         return Schedule(None, layers=layers)
 
     def _held(self, attention: Candidate) -> AnyPipeline:
-        """What attends where it was verified, and dense attention where a fixed budget was not."""
+        """The attention where it was verified, and dense attention where a fixed budget was not."""
         pipeline = attention.pipeline()
         if not attention.fixed_budget:
             return pipeline

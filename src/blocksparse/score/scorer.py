@@ -162,7 +162,7 @@ class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
             ValueError: always.
         """
         raise ValueError(
-            f"{type(self).__name__} judges blocks by values, and was called without them: pass them, as in "
+            f"{type(self).__name__} scores blocks by values, and was called without them: pass them, as in "
             "pipeline.choose(q, k, v); inside another scorer it gets none"
         )
 

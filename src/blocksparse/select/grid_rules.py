@@ -88,7 +88,9 @@ class GridSelector(PositionSelector):
         return _Blocks(*((x - self.prefix).clamp(0, cells - 1) for x in places))
 
     def alignment(self, causal: bool) -> int:
-        raise ValueError(f"'{type(self).__name__}' asks which cells queries are, which a part of a call forgets")
+        raise ValueError(
+            f"'{type(self).__name__}' needs the cells of queries, and a part of a call does not know them"
+        )
 
 
 _window = Rule(

@@ -29,7 +29,7 @@ Placed = Mapping[tuple[int | None, int], Attention]
 @final
 @frozen(eq=False)
 class Phase:
-    """What attends in each layer from a denoising step on.
+    """The pipelines of all layers from a denoising step on.
 
     Args:
         first: the step.

@@ -132,7 +132,7 @@ def _by_step(by_step: object) -> dict[int, Schedule]:
 
 
 def _phase(first: int, schedule: Schedule, layers: int, *, apart: bool) -> Phase:
-    """What attends by a schedule from the step `first` on.
+    """The phase of a schedule from the step `first` on.
 
     Raises:
         ValueError: the schedule names a layer that the model does not have.

@@ -202,9 +202,9 @@ def _kind(kind: Any, *, redirected: bool) -> Any:
             out = kind.__call__(self, *args, **kwargs)
         if not (torch.compiler.is_compiling() or mode.used):
             raise RuntimeError(
-                f"{kind.__name__} computed attention by itself, so no pipeline can: it calls neither PyTorch's "
-                "scaled_dot_product_attention nor diffusers' dispatcher with a backend of its choice; give its "
-                "modules another processor, or diffusers the backend 'native'"
+                f"{kind.__name__} computed attention without PyTorch's scaled_dot_product_attention or diffusers' "
+                "dispatcher, so no pipeline can replace it: give its modules another processor, or diffusers the "
+                "backend 'native'"
             )
         return out
 

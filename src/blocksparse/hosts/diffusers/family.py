@@ -36,7 +36,7 @@ def the_prompt(given: Arguments) -> Tensor | None:
 @final
 @frozen(eq=False)
 class Family:
-    """What must be known of a transformer before its attention may become sparse.
+    """A description of a transformer that lets its attention become sparse.
 
         Family(lambda config, given: TokenLayout((given["hidden_states"].shape[2:],)), attention=("attn1",))
 

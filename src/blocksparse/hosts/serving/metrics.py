@@ -41,7 +41,7 @@ def _counters_exported() -> tuple[Any, Any]:
 
 @final
 class Counters:
-    """What the steps of one engine did that read prompts. The host knows all of it before the layers run.
+    """Counters of the prefill steps of one engine. The host knows all of it before the layers run.
 
     It is kept once per step, not per layer. Steps that only decode are not seen.
     """

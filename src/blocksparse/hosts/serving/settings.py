@@ -45,7 +45,7 @@ class ConfigurationError(UserError, ValueError):
 @final
 @frozen
 class Served:
-    """What of the model and of the engine a configuration has to fit."""
+    """The properties of the model and the engine that a configuration must fit."""
 
     type: str
     layers: int
@@ -74,7 +74,7 @@ class Served:
 @final
 @frozen
 class Host:
-    """How users of an engine select this library and configure it, for sentences about that."""
+    """The names by which users of an engine select and configure this library, for error messages."""
 
     backend: str
     option: str  # that takes JSON
@@ -168,7 +168,9 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
     a(Mapping).check(settings=arguments)
     if "quality" in given:
         if name != "auto" or "quality" in arguments:
-            raise ValueError(f"'quality' is of the preset 'auto', and to be given once: {shown(dict(given))}")
+            raise ValueError(
+                f"'quality' is an argument of the preset 'auto', and must be given once: {shown(dict(given))}"
+            )
         arguments = {**arguments, "quality": given["quality"]}
     for argument, value in arguments.items():
         if isinstance(value, list) and served.ranks > 1:
@@ -223,7 +225,7 @@ def _maker(name: object) -> Callable[..., object]:
 
 
 def _always_runs(layer: LayerPipeline | None) -> LayerPipeline | None:
-    """The same without an executor that attends densely: the engine decides that, and has a kernel for it."""
+    """The pipeline without its own choice of dense attention: the engine decides that, and has a kernel for it."""
     if isinstance(layer, HeadGroups):
         return HeadGroups({heads: part and always_sparse(part) for heads, part in layer.groups.items()})
     return layer and always_sparse(layer)

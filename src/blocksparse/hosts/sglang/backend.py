@@ -96,7 +96,7 @@ def _check(runner: Any) -> None:
 def _layers(
     runner: Any, settings: Settings, recorder: DensityRecorder | None, workspace: Workspace
 ) -> dict[Any, LayerAttention | str]:
-    """What attends in each layer, or the reason why it is dense."""
+    """The attention of each layer, or the reason why it is dense."""
     layers: dict[Any, LayerAttention | str] = {}
     estimates = None if settings.audit is None else Estimates(settings.audit)
     for layer in runner.model.modules():

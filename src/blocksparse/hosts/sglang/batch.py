@@ -253,7 +253,7 @@ class SparsePrefill:
         return out
 
     def _batches(self, forward_batch: Any, layer: int, tokens: int) -> list[Batch]:
-        """What is known of a batch. The same object may come again with other requests in it, in another step."""
+        """The batch as split for each kind of layers. In another step the same object may have other requests."""
         if self._seen is None or self._seen[0] is not forward_batch or layer <= self._last:
             batches = Batch.of_kinds(forward_batch, tokens=tokens, slots=self.slots, kinds=self.kinds)
             for batch, rest in zip(batches, self.rests, strict=False):

@@ -29,7 +29,7 @@ from blocksparse.hosts.transformers.prompt_mask import KnownPrompt, PromptMask, 
 @final
 @frozen(eq=False)
 class Adapter:
-    """What an attached model calls."""
+    """The attention function that an attached model calls."""
 
     layers: Mapping[int, LayerAttention]  # by `layer_idx`, -1 for attention without one
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this

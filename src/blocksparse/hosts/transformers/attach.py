@@ -153,12 +153,12 @@ def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTr
         if isinstance(adapter, Adapter) and modules.isdisjoint(adapter.modules):
             raise ValueError(
                 f"{type(model).__name__} shares its {type(config).__name__} with another model that has a "
-                "pipeline: give each model a config of its own, copy.deepcopy(config)"
+                "pipeline: give each model its own config, copy.deepcopy(config)"
             )
 
 
 def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPipeline | SameChoice | None]:
-    """What attends in every layer of the model, by `layer_idx`, and in modules without a layer (-1)."""
+    """The attention of every layer of the model, by `layer_idx`, and of modules without a layer (-1)."""
     layers: dict[int, LayerPipeline | SameChoice | None] = {}
     layers.update(dict.fromkeys((-1, *map(layer_of, model.modules())), schedule.default))
     if schedule.layers or schedule.dense or schedule.same_choice:

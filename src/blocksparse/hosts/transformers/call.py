@@ -103,7 +103,7 @@ class Call:
             if mask.shape[2:] != (M, N):
                 raise ValueError(
                     f"{type(module).__name__} got {M} queries and {N} keys, and a mask of {mask.shape[2]} queries "
-                    f"and {mask.shape[3]} keys: a model that adds keys of its own cannot run while a pipeline is "
+                    f"and {mask.shape[3]} keys: a model that adds its own keys cannot run while a pipeline is "
                     "attached; call detach() first"
                 )
             if mask.request is None:
@@ -121,9 +121,9 @@ class Call:
             return cls(module, query, key, value, mask, causal, None, kwargs)
         if causal and 1 < M != N:
             raise ValueError(
-                f"{type(module).__name__} got {M} queries, {N} keys and no mask, and nothing says where the "
-                "queries stand: attach to the whole model, which makes the masks of its parts; a model that adds "
-                "keys of its own cannot run while a pipeline is attached"
+                f"{type(module).__name__} got {M} queries, {N} keys and no mask, so the positions of the queries "
+                "are unknown: attach to the whole model, which makes the masks of its parts; a model that adds "
+                "its own keys cannot run while a pipeline is attached"
             )
         if causal and M > 1 and (packed := _packed(layer_of(module), kwargs, query, lengths)) is not None:
             mask = PromptMask((B, 1, M, N), N, query.device, packed)
@@ -153,7 +153,7 @@ class Call:
         return self.mask.window if isinstance(self.mask, PromptMask) else None
 
     def asked(self) -> Asked:
-        """What the layer asks for, as arguments of a pipeline."""
+        """The options of the layer, as arguments of a pipeline."""
         kwargs = self.kwargs
         # Written as a dict, since torch.compile cannot call a TypedDict some of whose keys may be left out.
         return {
@@ -223,7 +223,7 @@ def _packed(layer: int, kwargs: dict[str, Any], query: Tensor, lengths: LastLeng
 
 
 def _sinks_in(kwargs: Mapping[str, Any]) -> Any:
-    """What a model gives as attention sinks, or None."""
+    """The attention sinks that a model passes, or None."""
     return next((kwargs[name] for name in _SINKS if kwargs.get(name) is not None), None)
 
 

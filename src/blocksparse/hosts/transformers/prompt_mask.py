@@ -122,7 +122,7 @@ class PromptMask:
         return getattr(self.made(), name)
 
     def __getitem__(self, index: Any) -> PromptMask | Tensor:
-        """As of a tensor. The last queries with all of their keys, which Gemma 4 asks for, need no tensor yet."""
+        """Index the mask. The last queries with all of their keys, which Gemma 4 asks for, need no tensor yet."""
         start, last = self._last_rows(index), self.sequences is None and self.request is None
         if start == 0:
             return self
@@ -197,12 +197,12 @@ class KnownPrompt(local):
             self.tokens = before
 
     def after(self, end: int) -> int:
-        """How many tokens of the prompt follow those before position `end`."""
+        """Number of tokens of the prompt from position `end` on."""
         return 0 if self.tokens is None else max(self.tokens - end, 0)
 
 
 def going_on(sequences: Sequences, remaining: int) -> Sequences:
-    """The same prompts, where those that reach the last key go on for so many tokens."""
+    """The same prompts, where those that reach the last key continue for so many tokens."""
     last = sequences.keys
     return evolve(
         sequences,

@@ -23,7 +23,7 @@ class Builder(SplitBatches, FlashAttentionMetadataBuilder):  # type: ignore[misc
 
 
 class Backend(FlashAttentionBackend):  # type: ignore[misc]
-    """What vLLM finds under the name BLOCKSPARSE."""
+    """The attention backend that vLLM finds under the name BLOCKSPARSE."""
 
     @staticmethod
     def get_name() -> str:

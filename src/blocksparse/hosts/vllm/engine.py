@@ -63,7 +63,7 @@ class Engine:
 
     @classmethod
     def there(cls, config: Any) -> Engine | None:
-        """That of the layers which are there already. vLLM lists them in its config, so this needs no state."""
+        """The engine of the layers that exist already. vLLM lists them in its config, so this needs no state."""
         for layer in config.compilation_config.static_forward_context.values():
             if isinstance(engine := getattr(getattr(layer, "impl", None), "engine", None), cls):
                 return engine
@@ -71,7 +71,7 @@ class Engine:
 
     @classmethod
     def of(cls, config: Any) -> Engine:
-        """That of the layers which are there already, or a new one.
+        """The engine of the layers that exist already, or a new one.
 
         Raises:
             ConfigurationError: the configuration of this library does not fit.
@@ -84,7 +84,7 @@ class Engine:
         )
 
     def attention(self, layer: int) -> LayerAttention | str:
-        """What attends in a layer, or the reason why it is dense."""
+        """The attention of a layer, or the reason why it is dense."""
         if layer >= len(self.settings.layers):
             return NO_LAYER
         pipeline = self.settings.layers[layer]
@@ -127,7 +127,7 @@ class Engine:
 
 
 def served_by(config: Any) -> Served:
-    """What of a VllmConfig a configuration of this library has to fit."""
+    """The properties of a VllmConfig that a configuration of this library must fit."""
     return Served.of(
         config.model_config.hf_text_config,
         ranks=int(config.parallel_config.tensor_parallel_size),
@@ -161,7 +161,7 @@ class RecordReader:
         return engine.recorder.table()
 
     def blocksparse_counters(self) -> str:
-        """How many prompts were sparse, and why others were not, since the engine began."""
+        """Counts of sparse prompts, and of dense ones by reason, since the engine started."""
         engine = Engine.there(self.vllm_config)
         return "no layer has a pipeline" if engine is None else str(engine.counters)
 

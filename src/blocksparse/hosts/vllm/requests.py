@@ -24,7 +24,7 @@ class Request(NamedTuple):
 
 @final
 class Requests:
-    """Those of one worker. `running` has them while the worker runs a step in this thread."""
+    """The requests of one worker. `running` has them while the worker runs a step in this thread."""
 
     running: ContextVar[Requests | None] = ContextVar("running", default=None)
 

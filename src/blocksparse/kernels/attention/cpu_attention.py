@@ -97,7 +97,7 @@ def dense_cpu_attention(
     change: LogitChange = UNCHANGED,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same over all keys; when causal, queries are the last M of the N tokens."""
+    """Dense attention by the CPU kernel; when causal, queries are the last M of the N tokens."""
     call = _Call()
     call.q_block = call.k_block = 128
     call.rows, call.cols = -(-q.shape[2] // 128), -(-k.shape[2] // 128)
@@ -107,7 +107,7 @@ def dense_cpu_attention(
 def cpu_gather_attention(
     q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `gather_attention` gives: rows visit blocks in the order of `lists`, and stop as `rule` says."""
+    """`gather_attention` by the CPU kernel: rows visit blocks in the order of `lists`, and stop by `rule`."""
     call = _Call()
     index, opened, count = (x.contiguous() for x in (lists.index, lists.opened, lists.count))
     tau = rule.tau.float().contiguous()

@@ -78,7 +78,7 @@ def fits_hopper(q: Tensor, v: Tensor, q_block: int, k_block: int, commit: bool) 
 def gather_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch: step `i` computes the `i`-th block of every row that has not stopped.
+    """Reference implementation in plain torch: step `i` computes the `i`-th block of every row that has not stopped.
 
     Each step gathers one block of keys and values for every row that still runs. It asks which rows those are after each
     step, so on a GPU it waits for the device.

@@ -96,7 +96,7 @@ def _consumer_registers(consumers: int, per_sm: int) -> int:
 
 @aggregate
 class _Constants:
-    """What a kernel is compiled for. Constants in a plain tuple would turn into run-time values."""
+    """Compile-time constants of a kernel. Constants in a plain tuple would turn into run-time values."""
 
     D: gl.constexpr
     CONSUMERS: gl.constexpr

@@ -1,4 +1,4 @@
-"""What is added to attention over kept blocks for the blocks that are not: each enters by its means.
+"""Residual compensation: the blocks that are not kept enter attention by their mean keys and values.
 
     with o, z the output and the softmax denominator of the kept pairs, and n_j, k_j, v_j the tokens of block j and their
     mean key and mean value:
@@ -63,7 +63,7 @@ def add_remainder_reference(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, a few rows of blocks at a time."""
+    """Reference implementation in plain torch, a few rows of blocks at a time."""
     q_index, k_block = kept.q_index, kept.k_block
     (B, Hq, M, _), N = q.shape, k.shape[2]
     keys, values = (block_mean(x, k_block, index=kept.key_slots) for x in (k, v))  # [B, H, cols, ...]

@@ -122,7 +122,7 @@ def capped(x, cap):
 
 
 def asked(heads: Below | None) -> tuple[Tensor | None, Tensor | None, int | None]:
-    """What `not_asked` takes first."""
+    """The first arguments of `not_asked`."""
     if heads is None:
         return None, None, None
     return heads.number.contiguous(), heads.bound, head_strides(heads.bound)[1]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 @frozen
 class Hardware:
-    """What a GPU has, as far as kernels ask.
+    """The properties of a GPU that kernels need.
 
     A program is what CUDA calls a thread block; a multiprocessor is AMD's compute unit, its shared memory the LDS.
     """
@@ -88,13 +88,13 @@ INTERPRETER = Hardware("interpreter", 2**30, 2**30, _NVIDIA, 2048, 32)
 
 
 def hardware_of(x: Tensor) -> Hardware:
-    """What the GPU of `x` has; `INTERPRETER` for tensors on a CPU."""
+    """The properties of the GPU of `x`; `INTERPRETER` for tensors on a CPU."""
     return _asked(x.get_device()) if x.is_cuda else INTERPRETER
 
 
 @functools.lru_cache(maxsize=64)
 def _asked(index: int) -> Hardware:
-    """What PyTorch says that GPU `index` has. Some builds do not say how much memory a program may opt in to."""
+    """The properties that PyTorch reports for GPU `index`. Some builds do not report the memory a program may opt in to."""
     has = torch.cuda.get_device_properties(index)
     amd = torch.version.hip is not None
     name = has.gcnArchName.partition(":")[0] if amd else f"sm_{has.major}{has.minor}"
@@ -112,7 +112,7 @@ def _asked(index: int) -> Hardware:
 
 
 def fp32_products() -> str:
-    """How kernels multiply fp32 numbers, as Triton names it; other dtypes are not concerned.
+    """Triton's name for the way in which kernels multiply fp32 numbers; it does not apply to other dtypes.
 
     "tf32x3" splits each number into two of TF32 and adds three products in the tensor cores. Its error is no larger than
     that of single products of fp32 ("ieee"). It is many times faster, since Triton compiles "ieee" tiles to code that keeps
@@ -191,7 +191,7 @@ def of_attention(
     weight_bytes: int,
     out_bytes: int,
 ) -> int:
-    """The same of attention: a tile of queries is held, one of keys and one of values loaded, weights change hands.
+    """Shared memory of attention: a tile of queries is held, tiles of keys and values are loaded, weights change hands.
 
     A query or a key has `row_bytes`, a value `value_bytes`, a weight `weight_bytes`, and an output `out_bytes`. A tile of
     outputs changes hands at the end.

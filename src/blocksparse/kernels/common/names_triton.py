@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton that can be installed, 3.6 to 3.9.
+"""Names that differ between the versions of Triton that can be installed, 3.6 to 3.9.
 
 Parts of Gluon were renamed. Triton is asked for the new name, not for its version: where it lacks the new one, it has the
 old one. No other file has a name of Triton that is not public.

@@ -32,7 +32,7 @@ REMEMBERED = 4096
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many pieces of size `size` cover `n`."""
+    """Number of pieces of size `size` that cover `n`."""
     return -(-n // size)
 
 

@@ -1,4 +1,4 @@
-"""What the attention kernels for Hopper are made of.
+"""Parts of the attention kernels for Hopper.
 
 launch           grids, arguments and constants that two of the kernels share
 queue            how programs take their work, what stages and barriers are, and the words for all of it

@@ -113,7 +113,7 @@ def _fp8_operand(weight, WEIGHT: gl.constexpr):
 
 @gluon.jit
 def kept(weight, WEIGHT: gl.constexpr, C, HALF: gl.constexpr):
-    """What is kept of weights for the next step: for fp8 int32 `[64, n / 4]`, with the four weights that make a register.
+    """The weights as the next step needs them: for fp8 int32 `[64, n / 4]`, with the four weights that make a register.
 
     `operands_of` says which four. A tensor of fp8 would cross the edge of a loop as single bytes. Weights of 16 bits are
     kept as the operand itself.

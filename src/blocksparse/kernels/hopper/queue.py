@@ -66,7 +66,7 @@ def consumer_registers(consumers: int, per_sm: int) -> int:
 
 @aggregate
 class Constants:
-    """What a kernel is compiled for. Constants in a plain tuple would turn into run-time values."""
+    """Compile-time constants of a kernel. Constants in a plain tuple would turn into run-time values."""
 
     DQ: gl.constexpr  # head dim of queries and keys, padded to a multiple of 64 (`padded_keys`)
     DV: gl.constexpr  # head dim of values, padded to 64, 128 or 256 (`padded_values`)
@@ -149,7 +149,7 @@ def unpacked_place(place):
 
 @gluon.jit
 def extent(word, C):
-    """What the counts in the queue's word (`word_of`) say about a row's list.
+    """The pieces and steps of a row's list, from the counts in the queue's word (`word_of`).
 
     Returns four numbers. The first is the number of pieces in the list. The second is the number of steps, that of its tiles
     of keys and at least 1. The third is the number of pieces in step 0, from 1 to `PIECES` unless the list is empty. The
@@ -177,7 +177,7 @@ def first_block(word, C):
 
 @gluon.jit
 def counts_of(tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C):
-    """How many full and how many partial blocks the row of a tile of queries lists."""
+    """Numbers of full and of partial blocks in the list of a tile of queries."""
     b, h, h_key, row = place_of(tile, rows, kv_heads, group)
     at = (
         b.to(gl.int64) * count_strides[0]

@@ -166,7 +166,7 @@ def _cut(
     """Writes the list of work, in one program.
 
     Entry `i` of `most * tiles` possible ones is share `most - 1 - i // tiles` of the list of tile `i % tiles`. Its target is
-    `i` too.
+    `i` too. Those that exist move up to the front.
     """
     entry = tl.arange(0, ENTRIES)
     share, tile = most - 1 - entry // tiles, entry % tiles

@@ -1,4 +1,4 @@
-"""What the attention kernels of this room take, as a few frozen objects.
+"""Arguments of the attention kernels, as a few frozen objects.
 
 lists    which key blocks each row of blocks visits: `Lists`, or `RankedLists` in visiting order
 places   which original positions those blocks hold, and whether later keys are masked: `TokenPositions`
@@ -78,7 +78,7 @@ class RankedLists:
 
 @frozen(eq=False)
 class Approximation:
-    """What the portable kernel may leave out or round; what is None is exact and costs nothing.
+    """Approximations of the portable kernel; an entry of None is exact and costs nothing.
 
     With scales, token `i` is `x[i] * scale[i]`. Row `r` of the mask reads the keys of head `k_copy[r] * Hk + h`, where `h`
     is its KV head. So rows may differ in how their keys were rounded. Weights of fp8 values become fp8, too.
@@ -97,7 +97,7 @@ class Approximation:
 
 @frozen(eq=False)
 class LogitChange:
-    """What a layer does to its logits in the portable kernel, exactly; what is None costs nothing."""
+    """Exact changes of logits in the portable kernel; an entry of None costs nothing."""
 
     softcap: float | None = None  # a logit x, after the scale, becomes softcap * tanh(x / softcap)
     sinks: Tensor | None = None  # [Hq] fp32, one more logit, neither scaled nor capped, that has no value

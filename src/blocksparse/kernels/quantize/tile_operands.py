@@ -1,4 +1,4 @@
-"""What 8-bit attention on Hopper reads: queries, keys and values are rounded to 8 bits on their way into slots.
+"""Operands of 8-bit attention on Hopper: queries, keys and values, quantized to 8 bits on their way into slots.
 
 A tile here is 64 or 128 consecutive slots. In a matrix product on Hopper four threads share a row of scores. Thread `t` of
 them holds the columns `i` with `i % 8 // 2 == t` (`hopper/rows.py`). The slots `i` of a tile with the same `t` are a

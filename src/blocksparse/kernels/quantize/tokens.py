@@ -49,7 +49,7 @@ def int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_per_block(x: Tensor, block: int, lead: int = 0) -> tuple[Tensor, Tensor]:
-    """As `int8_per_token`, but `block` tokens share a scale, and so learn of each other.
+    """As `int8_per_token`, but `block` tokens share a scale, and so depend on each other.
 
     Args:
         x: `[..., N, D]`.
@@ -88,7 +88,7 @@ def _scale(largest: Tensor, limit: float) -> Tensor:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """What entries are divided by: infinity where the scale is 0, so that they become 0."""
+    """The divisor of entries: infinity where the scale is 0, so that they become 0."""
     return scale.masked_fill(scale == 0, torch.inf).unsqueeze(-1)
 
 

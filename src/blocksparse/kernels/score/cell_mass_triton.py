@@ -97,8 +97,9 @@ def cell_mass_triton(
 def _options(high: int, block_n: int, wide: int) -> dict[str, int]:
     """Options of the second kernel.
 
-    These are how many tiles of totals and of sums a program holds at a time, how many cells' sums it asks for at once (0
-    for all), and its warps.
+    These are how many tiles of totals and of sums a program holds at a time, how many cells' sums it asks for at once (0 for
+    all), and its warps. None of them depends on the prompt's length, so that a cell has the same mass in a chunk as in the
+    whole prompt.
     """
     if high > _MANY:
         sums = max(_SUMS * wide // (high * block_n), 1)
@@ -128,7 +129,7 @@ def _of_tokens(
     weight: float,
     flipped: bool,
 ) -> tuple[Callable[..., None], int, int]:
-    """What launches the kernel over cells of tokens for a band, and how many cells of queries and keys a tile has."""
+    """A launcher of the kernel over cells of tokens for a band, and the cells of queries and keys in a tile."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
     slots, q_lead = of.slots, of.q_lead
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -170,7 +171,7 @@ def _pooled(
     segment: int | None,
     weight: float,
 ) -> tuple[Callable[..., None], int, int]:
-    """The same for cells of one slot."""
+    """`_of_tokens` for cells of one slot."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
     # The mean of a cell of one token is the token: a copy that calls can repeat, as they cannot PyTorch's.
     q, k = (x if x.is_contiguous() else cell_mean_triton(x, 1, 0, False, None) for x in (q, k))

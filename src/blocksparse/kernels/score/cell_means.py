@@ -60,7 +60,7 @@ def cell_means(
 def cell_mean(
     x: Tensor, slots: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
 ) -> Tensor:
-    """The same of queries or of keys alone: `[B, H, cells, D]` of `x` `[B, Hx, N, D]`."""
+    """Means of cells of queries or of keys alone: `[B, H, cells, D]` of `x` `[B, Hx, N, D]`."""
     x = x if index is None else gather_rows.plain(x, index)
     by_slot = cells(x, slots, lead).unbind(3)  # `slots` of [B, H, cells, D]
     sums = by_slot[0].to(wide_dtype(x), copy=True)

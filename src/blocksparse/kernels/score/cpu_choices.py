@@ -57,7 +57,7 @@ class _ShareCall(ctypes.Structure):
 
 
 def products_on_cpu(q: Tensor, k: Tensor) -> Tensor:
-    """What `products` gives, fp32."""
+    """`products` by the CPU kernel, fp32."""
     call, out = _ProductCall(), q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.float32)
     held = call.tokens.set(q.unsqueeze(3), k.unsqueeze(3))
     call.out = out.data_ptr()
@@ -74,12 +74,12 @@ def block_mean_on_cpu(
     index: Tensor | None = None,
     heads: Below | None = None,
 ) -> Tensor:
-    """What `block_mean` gives, fp32."""
+    """`block_mean` by the CPU kernel, fp32."""
     return _means(x, block, lead, padded_tail, index)[0]
 
 
 def mean_and_products_on_cpu(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> tuple[Tensor, Tensor]:
-    """What `mean_and_products` gives, fp32."""
+    """`mean_and_products` by the CPU kernel, fp32."""
     products = q.new_empty(q.shape[:3], dtype=torch.float32)
     return _means(q, S, lead, guide=guide.float().contiguous(), products=products)[0], products
 
@@ -87,7 +87,7 @@ def mean_and_products_on_cpu(q: Tensor, guide: Tensor, S: int, lead: int = 0) ->
 def block_similarity_on_cpu(
     x: Tensor, block: int, lead: int = 0, centred: bool = False, index: Tensor | None = None
 ) -> Tensor:
-    """What `block_similarity` gives, fp32."""
+    """`block_similarity` by the CPU kernel, fp32."""
     centre = _means(x, x.shape[2])[0] if centred else None
     if centre is not None and index is not None:
         centre = centre.repeat_interleave(index.shape[1] // x.shape[1], 1)

@@ -92,7 +92,7 @@ def cell_mass_on_cpu(
 def probe_lines_on_cpu(
     probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `probe_lines` gives, in fp32."""
+    """`probe_lines` by the CPU kernel, in fp32."""
     lines = k.shape[2] if causal else max(q_len, k.shape[2])
     first = (k.shape[2] if causal else q_len) - probe.shape[2]
     vertical, slash = _lines(probe, k, first, lines, causal=causal, scale=scale, window=window)
@@ -102,7 +102,7 @@ def probe_lines_on_cpu(
 def key_importance_on_cpu(
     q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
-    """What `key_importance` gives, in fp32."""
+    """`key_importance` by the CPU kernel, in fp32."""
     probed, group = q[:, :, -min(probe, q.shape[2]) :], 1 if per_query_head else q.shape[1] // k.shape[1]
     first = k.shape[2] - probed.shape[2]
     weight, _ = _lines(probed, k, first, 0, causal=causal, scale=scale, seen=seen, heads=group)

@@ -73,7 +73,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"'TEXT' must be a readable UTF-8 text: {path}: {error}") from None
     if not parsed.out.parent.is_dir() or parsed.out.is_dir():
-        raise UserError(f"'--out' must be a file in a folder that is there: {parsed.out}")
+        raise UserError(f"'--out' must be a file in a folder that exists: {parsed.out}")
     disable_progress_bar()
     set_verbosity_error()
     _say("getting the model ready")

@@ -56,7 +56,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """What the library would warn of inside is not said: the command's own report says it."""
+    """Context without the library's warnings: the command's report includes them."""
     log = logging.getLogger("blocksparse")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -68,7 +68,7 @@ def only_errors() -> Iterator[None]:
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """What is imported inside comes with this extra of the package.
+    """Context for imports that need this extra of the package.
 
     Raises:
         UserError: a package of it is not installed.

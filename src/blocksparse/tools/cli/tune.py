@@ -129,7 +129,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name, default in (_OF_KL if arguments.strategy == "sparge" else _OF_SPARGE).items():
         if (given := getattr(arguments, name)) != default:
             raise TuneError(
-                f"'--{name.replace('_', '-')}' is not known to '--strategy {arguments.strategy}': leave one of "
+                f"'--{name.replace('_', '-')}' does not apply to '--strategy {arguments.strategy}': leave one of "
                 f"the two out: {given}"
             )
     if arguments.out.is_dir():
@@ -181,7 +181,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def summary(plan: Plan) -> str:
-    """What attends in each layer, and the cost and KL of the whole plan."""
+    """The attention of each layer, and the cost and KL of the whole plan."""
     found, of_plan = plan.evidence, plan.evidence.plan
     lines = [f"{'layer':>8}  {'density':>7}  {'text KL':>8}  {'answers':>8}  attention"]
     for part in plan.layers:
@@ -241,8 +241,8 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
     if arguments.prompts is not None:
         if arguments.held is not None:
             raise TuneError(
-                f"'--held' is not known to '--prompts', of which every second one verifies: leave one of the two "
-                f"out: {held}"
+                "'--held' does not apply to '--prompts', of which every second one verifies: leave one of the "
+                f"two out: {held}"
             )
         every = prompts_from_file(tokenizer, arguments.prompts)
         if len(every) < 2:

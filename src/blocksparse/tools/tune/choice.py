@@ -68,7 +68,7 @@ _LEAST_ERROR = 1e-3  # errors below are all the same
 def hoped_losses(
     known: Mapping[Key, float], errors: Mapping[Key, float], families: Mapping[str, str], least: float
 ) -> dict[Key, float]:
-    """What every candidate would lose in every unit if it lost a standard deviation less than is likely.
+    """Optimistic KL of every candidate in every unit: one standard deviation below the estimate.
 
     Errors order the settings of one preset in one layer. They do not compare layers or presets. The same error
     raises the KL more in some layers than in others, and `s2o` has the smallest error and the highest KL at

@@ -51,7 +51,7 @@ class Unit:
         return q[:, first * size : last * size], k[:, first:last], v[:, first:last]
 
     def alone(self, pipeline: AnyPipeline) -> LayerPipeline:
-        """What attends in the layer if only this unit is sparse."""
+        """The attention of the layer if only this unit is sparse."""
         others = tuple(head for head in range(self.kv_heads) if head not in self.heads)
         return HeadGroups({self.heads: pipeline, others: None}) if others else pipeline
 
@@ -119,7 +119,7 @@ class Line:
 @final
 @frozen(eq=False)
 class Costs:
-    """What each candidate costs in each unit: by its density there, and by its line of time over density."""
+    """Cost of each candidate in each unit, from its density there and its line of time over density."""
 
     density: Mapping[Key, float]
     lines: Mapping[str, Line]  # by candidate
@@ -148,7 +148,7 @@ class Costs:
         return self.lines[name].at(self.density[unit, name])
 
     def __call__(self, unit: Unit, name: str) -> float:
-        """What is minimised."""
+        """The cost to minimise."""
         if self.minimise == "time":
             return self.ms(unit, name)
         return 1.0 if name == DENSE else self.density[unit, name]

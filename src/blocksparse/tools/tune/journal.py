@@ -53,11 +53,11 @@ class Work:
         )
 
     def begins(self) -> None:
-        """What took time until now was no part of this."""
+        """Start the clock of a phase."""
         self._last = time.perf_counter()
 
     def is_over(self, phase: str) -> None:
-        """Nothing is left of a phase, whatever was expected."""
+        """Mark a phase as over, whatever was expected."""
         self.todo[phase] = 0.0
 
     def ends(self) -> None:
@@ -112,7 +112,7 @@ class Journal:
         if theirs != header["about"]:
             changed = ", ".join(sorted(k for k in {*theirs, *about} if theirs.get(k) != header["about"].get(k)))
             raise TuneError(
-                f"{path} was begun with other settings ({changed} changed): remove it to start anew, or give "
+                f"{path} was begun with other settings ({changed} changed): remove it to start again, or give "
                 "another name"
             )
         if len(whole) < len(found):
@@ -125,7 +125,7 @@ class Journal:
         return what in self._known
 
     def __getitem__(self, what: str) -> Any:
-        """What was measured, in this run or before."""
+        """The measurement, from this run or an earlier one."""
         return self._known[what]
 
     def note(self, what: str, value: Any) -> None:
@@ -134,7 +134,7 @@ class Journal:
         self._known[what] = value
 
     def once(self, what: str, measure: Callable[[], Any]) -> Any:
-        """What was measured before, or else measure it now."""
+        """The measurement from before, or else a new one."""
         if what not in self._known:
             self.note(what, measure())
         return self._known[what]

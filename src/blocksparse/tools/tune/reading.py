@@ -138,7 +138,7 @@ def decoder_layers(network: Any) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
     raise TuneError(
-        f"{type(network).__name__} keeps its {count} layers in no list, so single ones cannot be tuned"
+        f"{type(network).__name__} does not keep its {count} layers in a list, so single layers cannot be tuned"
     )
 
 

@@ -71,7 +71,7 @@ _RUNS = 8  # of the model with each unit, about; only the estimate of the time l
 @final
 @frozen
 class Budget:
-    """What a plan may lose on held prompts, in nats, less the noise of kernels."""
+    """Limits on the KL of a plan on held prompts, in nats, less the noise of kernels."""
 
     text_kl: float = field(default=0.03, validator=positive)  # mean KL of next-token distributions over the text
     answer_kl: float = field(default=0.1, validator=positive)  # the same at the tokens of answers
@@ -107,10 +107,10 @@ def tune(
         held: other prompts, which whole plans are verified on.
         journal: a file that gets every measurement. A run that was killed goes on from there, and a run with
             the same model and prompts but another budget, say, takes what it needs from there.
-        budget: what the plan may lose.
+        budget: the limits on the plan's KL.
         candidates: what may attend in a layer; dense attention always may. A candidate that keeps 90 % of the work
-            of a layer or more is never taken there, since it saves little. A window or a number of tokens that
-            suffices here may not suffice in longer prompts.
+            of a layer or more is never taken there: it saves little, and a window that suffices here may not in
+            longer prompts.
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
         batch: how many prompts a call will have; times are those of such calls.
         head_groups: into how many groups the KV heads of each layer are split; each gets its own choice.

@@ -1,4 +1,4 @@
-"""What each candidate does to each unit: to its attention, and to predictions with that unit alone sparse."""
+"""Effects of each candidate on each unit: on its attention, and on predictions with that unit alone sparse."""
 
 from __future__ import annotations
 

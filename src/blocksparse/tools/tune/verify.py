@@ -41,13 +41,13 @@ class Verifier:
         return self.of("everything", dict.fromkeys(sorted(sparse), EVERYTHING))
 
     def answers(self) -> dict[int, int]:
-        """How many answers the prompts of each length ask for."""
+        """Number of answers that the prompts of each length ask for."""
         return {
             tokens: sum(len(self.held[i].answers) for i in some) for tokens, some in by_length(self.held).items()
         }
 
     def dense_found(self) -> dict[int, int]:
-        """How many of them dense attention finds."""
+        """Number of answers that dense attention finds."""
 
         def measure() -> list[int]:
             return [self.bench.reading(prompt, keep_outputs=False).found for prompt in self.held]
