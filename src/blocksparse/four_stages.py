@@ -272,7 +272,7 @@ def tail_of(*stages: object) -> int | None:
 
 
 def seen(spec: AttentionSpec, tail: int | None) -> AttentionSpec:
-    """`spec` as stages of this `tail` see it, the same wherever the end of the prompt is out of their sight.
+    """`spec` as stages of this `tail` see it, the same wherever they do not see the end of the prompt.
 
     Calls that are repeated are learned by it, and so not for each number of `remaining`.
     """

@@ -46,8 +46,8 @@ def check_inputs(
     often tokens. Whether `sequences` fit q and k is checked when they are cut (`Sequences.parts`).
 
     Raises:
-        TypeError: an input is not a plain floating-point tensor, dtypes differ without autocast, the scale is not
-            a number, `causal` is not a bool, or `sequences` is something else.
+        TypeError: an input is not a plain floating-point tensor, or dtypes differ without autocast. Or the scale
+            is not a number, `causal` is not a bool, or `sequences` is not a `Sequences`.
         ValueError: ranks, sizes or devices do not fit, an input requires grad, or the scale is out of range.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -118,8 +118,8 @@ def check_out(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs.
 
     Raises:
-        TypeError, ValueError: it is not a plain tensor; its dtype, shape, device or strides are others; its memory
-            is that of an input; or it requires a gradient.
+        TypeError, ValueError: it is not a plain tensor, its dtype, shape, device or strides do not fit, it shares
+            memory with an input, or it requires a gradient.
     """
     _check_kind("out", out)
     shape = (*q.shape[:3], v.shape[3])

@@ -37,13 +37,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     stages are equal. To `torch.compile` a call is one node of the graph.
 
     Args:
-        repeats: whether a call on a GPU may repeat the launches of an earlier one with the same sizes, and run no
-            stage; the result has the same bits. Calls in which PyTorch computes something between our kernels run
-            their stages all the same. `evolve(pipeline, repeats=False)` is the same pipeline without.
+        repeats: whether a call on a GPU may repeat the launches of an earlier one with the same sizes, without
+            running the stages. The result has the same bits. Calls in which PyTorch computes something between our
+            kernels run their stages all the same. `evolve(pipeline, repeats=False)` is the same pipeline without.
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give, by the type parameters that their
-            classes declare. mypy reports the same.
+            classes declare. Type checkers report the same.
     """
 
     permuter: Permuter[PermutationT]
@@ -107,9 +107,9 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             attn_mask: must be None, because the selector makes the mask.
             causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
             scale: factor of the logits; `1 / sqrt(D)` if None.
-            window: a layer's sliding window: a query at position `p` sees the keys at `p - window < k <= p`, as
-                with Hugging Face's `sliding_window`. Blocks outside are not scored, and `density()` is the share
-                of dense attention within it.
+            window: a layer's sliding window in tokens. A query at position `p` sees the keys at `p - window < k <=
+                p`, as with Hugging Face's `sliding_window`. Blocks outside are not scored, and `density()` is the
+                share of dense attention within it.
             softcap: a layer's softcap: a logit `x` becomes `softcap * tanh(x / softcap)`. Scorers do not know it.
             sinks: a layer's attention sinks: one more logit without a value, a number, or one per query head as a
                 sequence or a tensor `[Hq]`. Scorers do not know them.
@@ -208,8 +208,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         """The reason why a call attends densely instead of running its stages, or None.
 
-        It is the executor's; or that the selector keeps everything of so many tokens, by their number alone, where
-        the executor may be left out then.
+        It is the executor's reason. Or it is that the selector keeps everything of so many tokens, by their number
+        alone, and the executor may be left out.
         """
         return self._stages.dense_because(q, k, v, spec)
 

@@ -130,7 +130,7 @@ class AttentionSpec:
         window: a sliding window: a query at position `p` sees the keys at `p - window < k <= p`, as with Hugging
             Face's `sliding_window`. None for no window.
         softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2). None caps nothing.
-        sinks: one more logit that has no value, and so enters the softmax denominator alone (GPT-OSS); one for all
+        sinks: one more logit without a value, which enters the softmax denominator alone (GPT-OSS). One for all
             query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax.
             -inf, or a number below -2**100, means that the head has no sink.
         remaining: tokens of the prompt after the last query of the call; 0 if the call ends the prompt. Attention

@@ -69,13 +69,13 @@ class Sequences(OpaqueBase):
         batch: the entries of the batch in q, k and v.
         queries: the tokens of q.
         keys: the tokens of k and v.
-        remaining: for each sequence the tokens of its prompt after its last query, as in a call of a pipeline;
+        remaining: for each sequence the tokens of its prompt after its last query, as in a call of a pipeline.
             None if each sequence ends its prompt.
 
     Raises:
         TypeError: one of the numbers is not a whole number.
-        ValueError: a span is not inside of these sizes, two spans have queries in common, or `remaining` has not
-            one number per sequence, at least 0.
+        ValueError: a span is not inside these sizes, or two spans have queries in common. Or `remaining` does not
+            have one number per sequence, at least 0.
     """
 
     spans: tuple[Span, ...] = field(converter=_spans)

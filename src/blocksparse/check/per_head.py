@@ -22,8 +22,8 @@ WHOLE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class HeadValues:
     """One number for each query head, `[Hq]` float64, copied to each device once. Equal if the numbers are.
 
-    The host waits for a copy to a device, and a CUDA graph cannot hold one, so only the first call on a device
-    makes the copy.
+    Only the first call on a device copies the values there, because the host waits for a copy, and a CUDA graph
+    cannot hold one.
     """
 
     def __init__(self, values: Tensor) -> None:

@@ -50,8 +50,8 @@ class Share(NamedTuple):
 def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) -> list[list[Share]]:
     """The share of each rank in each part; a rank has at most as many parts as it has KV heads.
 
-    Parts have equally many KV heads, or those in the middle one more: what the first part waits for, and what the
-    last one sends, travels while nothing is computed.
+    Parts have equally many KV heads, or those in the middle one more, because the transfers of the first and the
+    last part are not hidden behind computation.
 
     Args:
         loads: the work of each query head, `[Hq]`.
@@ -90,8 +90,8 @@ def spread(loads: Sequence[float], ranks: int) -> list[Heads]:
     """Equally many of `len(loads)` heads for each rank, so that the loads of ranks are much alike.
 
     The heaviest head left goes to the rank with the least load that has room; of equal ones the first. Each rank
-    has its heads in this order, the heaviest first, so that ranks that attend to them part by part have much the
-    same work at any time. With equal loads, rank 0 gets the first heads.
+    has its heads in this order, the heaviest first. So ranks that attend to them part by part have about the same
+    work at any time. With equal loads, rank 0 gets the first heads.
     """
     each = len(loads) // ranks
     if len(set(loads)) <= 1:

@@ -42,8 +42,8 @@ class Ulysses(Scheme):
         attention: a pipeline; or another scheme along another dimension, whose shards are then split.
         mesh: a DeviceMesh.
         dim: the name of the dimension of the mesh over which heads are spread.
-        density: the density of each query head, as `measured` gives it, by which heads are spread so that ranks
-            have equally many heads and much the same work. Equal densities if None. All ranks must give the same.
+        density: the density of each query head, as `measured` gives it. With it, ranks have equally many heads and
+            about the same work. Equal densities if None. All ranks must give the same.
         parts: in how many parts a rank attends to its KV heads, one after another; at most as many as it has KV
             heads. The heads of the next part travel meanwhile, and so do outputs.
     """

@@ -112,8 +112,8 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             None, the default, is 2e11 in fp16 and bf16, as measured on an H100 for calls that repeat an earlier
             one. That is 5K tokens with 32 heads of dim 128, or 14K tokens with 4 heads. In fp32 the default is
             6e10, estimated from its lower rate. Other GPUs take the same numbers until they are measured: `python
-            -m benchmarks.run crossover`. On a CPU None is never dense: where blocks begin to pay there depends on
-            its cores and the dtype (docs/evidence/cpu.md has two), and `blocksparse bench` finds the length.
+            -m benchmarks.run crossover`. On a CPU None is never dense. The break-even length of a CPU depends on
+            its cores and the dtype (docs/evidence/cpu.md has two examples), and `blocksparse bench` measures it.
 
     Raises:
         TypeError, ValueError: `dense_below` is not a number of operations.

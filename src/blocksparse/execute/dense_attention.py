@@ -43,8 +43,8 @@ def dense_attention(
 ) -> Tensor:
     """Softmax attention of `q` `[B, Hq, M, D]` over all of `k` `[B, Hkv, N, D]` and `v`: `[B, Hq, M, Dv]`.
 
-    When causal, the queries are the last M of the N tokens. It runs cuDNN if that can run, else FlashAttention-2,
-    else the memory-efficient kernel, and if PyTorch has no kernel, plain products of a few queries at a time. So
+    When causal, the queries are the last M of the N tokens. It runs cuDNN if possible, else FlashAttention-2, else
+    the memory-efficient kernel. If PyTorch has no kernel, it runs plain products of a few queries at a time. So
     memory grows with M + N, not with M N, for every dtype, number of heads and head dim. PyTorch's own choice is
     not used for two reasons. Its order can be changed only for the whole process, and it holds all weights if no
     kernel takes the inputs as they are. On a CPU it runs the compiled kernel of `CpuExecutor` where that is faster

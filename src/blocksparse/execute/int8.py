@@ -130,8 +130,8 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         fp8_pv: round weights and values to fp8 (e4m3), which needs an NVIDIA GPU from Ada on. `False` leaves both
             in the precision of the input.
         smooth_k: subtract the mean key from all keys first. Softmax ignores this, and `lse` is corrected. When
-            causal, the mean is that of the first tokens, at most 128, and queries that do not see all of these
-            read keys that are not smoothed.
+            causal, the mean is that of the first tokens, at most 128. Queries that do not see all of these read
+            keys that are not smoothed.
         scales: "token" as above. "block" has one scale for the queries, and one for the keys, of each block of the
             mask, as in SageAttention and SpargeAttn. It always runs the portable kernel. Later tokens of the same
             block then change the rounding of a row, but not its keys.

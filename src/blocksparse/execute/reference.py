@@ -21,7 +21,7 @@ from blocksparse.spec import AttentionSpec
 class ReferenceExecutor(Executor[Permutation, BlockMask]):
     """Softmax attention over exactly the kept pairs, for any permutation, dtype and device, without kernels.
 
-    It computes one row of blocks at a time and gathers only the keys that the row keeps, so it takes memory for
+    It computes one row of blocks at a time and gathers only the keys that the row keeps. So it takes memory for
     the kept blocks of one row. It computes in fp32 or better, on a GPU in float64. Every other executor is tested
     against its result for float64 inputs.
     """

@@ -35,11 +35,12 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
     one so far. `N` is the number of keys of the call. This applies to blocks that the query sees whole. Each query
     decides for itself. If `m` keys are left out, at most the share `m scale_factor / N` of the query's mass is
     lost. Prompts of up to `scale_factor` keys are attended exactly. `visited` of the output, and so
-    `trace.density()`, says which blocks some query of their row did not leave out. On a GPU it is found when it is
-    asked for, in plain torch, which is many times slower than the call; a `DensityRecorder` asks in every call.
+    `trace.density()`, says which blocks some query of their row did not leave out. On a GPU `visited` is computed
+    when it is read, in plain torch, which is many times slower than the call. A `DensityRecorder` reads it in
+    every call.
 
-    On a GPU it is `TritonExecutor(pv_skip=...)`, which computes the logits of every tile, and saves the rest of
-    the work of those that all queries of a tile leave out. On a CPU the compiled kernel does the same, for query
+    On a GPU it is `TritonExecutor(pv_skip=...)`, which computes the logits of every tile. It saves the rest of the
+    work of the tiles that all queries of a tile leave out. On a CPU the compiled kernel does the same, for query
     blocks of up to 128 tokens and key blocks of 32, 64, 96 or 128. Other blocks run in plain torch, which saves
     nothing.
 

@@ -34,8 +34,8 @@ _HINT = "Use AutoExecutor(), or CpuExecutor() on a CPU."
 class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     """Gather keys and values once per KV head, then attend to the kept blocks of each row in one kernel.
 
-    It takes fp16, bf16 and fp32, head dims up to 256 (padded to a power of two on chip) and grouped query heads
-    without copies of keys. It runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and
+    It takes fp16, bf16 and fp32, and head dims up to 256 (padded to a power of two on chip). Grouped query heads
+    need no copies of keys. It runs compiled on a GPU, and on CPU tensors under Triton's interpreter (fp16 and
     fp32). GPUs of compute capability 9.0 (Hopper) have their own kernel for half precision and head dims that are
     multiples of 8. It takes sliding windows, attention sinks and softcaps up to 100.
 
@@ -43,8 +43,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits; one for all query heads or one for
             each. In blocks without a masked pair, a query leaves out each tile of keys whose greatest logit is
-            more than `-pv_skip` below the greatest one that it met before. If `m` keys are left out, at most the
-            share `m e^pv_skip` of the query's mass is lost. The result is approximate then, in the portable kernel
+            more than `-pv_skip` below the greatest one so far. If `m` keys are left out, at most the share `m
+            e^pv_skip` of the query's mass is lost. The result is approximate then, in the portable kernel
             (docs/reference/numerics.md has the bounds); with None, the default, it is exact.
 
     Raises:

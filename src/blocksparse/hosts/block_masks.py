@@ -28,8 +28,8 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
         mask = from_flex(block_mask, q, k, causal=True)
         out = TritonExecutor()(q, k, v, mask, AttentionSpec(scale=D**-0.5)).out
 
-    A mask here is a set of blocks and, perhaps, the causal rule. So `mask_mod` is tried on every pair of the
-    blocks to which FlexAttention applies it, and a pair that the two see differently is an error.
+    A mask here is a set of blocks and, perhaps, the causal rule. So `mask_mod` is evaluated on every pair of the
+    blocks to which FlexAttention applies it. A pair on which the two differ is an error.
 
     Args:
         block_mask: over the tokens of q and k in their order.
@@ -38,8 +38,8 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
         causal: whether query `i` sees no key after position `N - M + i`.
 
     Raises:
-        ValueError: the mask is for tensors of other sizes, or allows pairs that blocks and the causal rule do not
-            describe, as windows and documents inside a block do.
+        ValueError: the mask is for tensors of other sizes, or needs more than blocks and the causal rule, such as
+            windows and documents inside a block.
     """
     flag.check(causal=causal)
     q_block, k_block = block_mask.BLOCK_SIZE

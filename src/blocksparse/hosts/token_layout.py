@@ -43,8 +43,8 @@ _several_sizes = Rule(
 class TokenLayout:
     """The tokens of one forward call: those of one or more pictures or videos, and those of text.
 
-    Text stands for every token that is always kept, as a query and as a key: audio, frames that are given, earlier
-    frames of a video.
+    Here text means every token that is always kept, as a query and as a key. Audio, given frames and earlier
+    frames of a video count as text too.
 
     Args:
         grids: frames, rows and columns `(T, H, W)` in tokens, one per picture or video. Each is flattened frame by

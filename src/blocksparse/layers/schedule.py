@@ -155,8 +155,8 @@ class Schedule:
         """The layer that chooses for each layer of a model that has `layers` layers: mostly itself.
 
         Raises:
-            TypeError, ValueError: as in `resolve`; or layers of `same_choice` are dense, have several pipelines or
-                `HeadGroups`, or do not stand in the order in which they run.
+            TypeError, ValueError: as in `resolve`. Or layers of `same_choice` are dense, have several pipelines or
+                `HeadGroups`, or are not named in the order in which they run.
         """
         by_layer, choosers = self.resolve(layers), list(range(layers))
         for group in self.same_choice:

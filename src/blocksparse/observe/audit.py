@@ -68,15 +68,16 @@ class Audit:
             ...
         print(audit.table())
 
-    In one call of `every` of a layer, drawn at random, `rows` random queries of each head also attend densely, and
-    the sparse output is compared with that. Two numbers are estimated, over all queries of all sparse heads:
+    One call in `every` of a layer is audited, at random. In it `rows` random queries of each head also attend
+    densely, and the sparse output is compared with the dense one. Two numbers are estimated, over all queries of
+    all sparse heads:
 
     * covered mass, the share of the dense attention weights that lies on visited pairs;
     * error, the relative L1 distance `sum|o - o'| / sum|o'|` of the output `o` from dense attention's `o'`.
 
-    A bound is crossed in an audited call if the whole confidence interval of that call lies beyond the bound, or
-    if an output is not finite. The model never waits for a GPU because of an audit, so what a call gave counts
-    some calls later. An audit belongs to one model. It has its own random numbers, and leaves those of torch.
+    A bound is crossed in an audited call if the whole confidence interval of that call lies beyond it, or if an
+    output is not finite. The model never waits for a GPU because of an audit, so what a call gave counts some
+    calls later. An audit belongs to one model. It has its own random numbers, and leaves those of torch.
 
     Args:
         rows: random queries of each head in an audited call.

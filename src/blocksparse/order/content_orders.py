@@ -177,15 +177,15 @@ _KEYS, _QUERIES = 0, 1  # what draws are for
 class KMeansOrder(Permuter[GlobalPermutation]):
     """Put queries, and keys, cluster by cluster, with clusters found by k-means for each head.
 
-    Distances are Euclidean. The clusters begin at tokens that are drawn at random; after the last iteration tokens
-    are sorted by their cluster, and stay in order inside it. An empty cluster keeps its centre. The
-    blocks of a pipeline have a fixed size, and so a block may hold the end of one cluster and the beginning of
-    another. The same inputs give the same order.
+    Distances are Euclidean. The clusters begin at random tokens. After the last iteration tokens are sorted by
+    their cluster, and stay in order inside it. An empty cluster keeps its centre. The blocks of a pipeline have a
+    fixed size, and so a block may hold the end of one cluster and the beginning of another. The same inputs give
+    the same order.
 
     It is made for attention that is not causal. Causal attention is exact too, but clusters are of all tokens of a
-    call, so that the choice depends on later ones, and many blocks hold pairs above the diagonal. It takes twice
-    `iterations * clusters * N * D` multiplications per head, for queries and for keys: keep a choice for several
-    steps or layers.
+    call. So the choice depends on later tokens, and many blocks hold pairs above the diagonal. It takes twice
+    `iterations * clusters * N * D` multiplications per head, for queries and for keys. So keep a choice for
+    several steps or layers.
 
     Args:
         q_clusters: clusters of queries per query head.

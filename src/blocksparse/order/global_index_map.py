@@ -49,7 +49,7 @@ class GlobalIndexMap(Permuter[Permutation]):
             of these heads.
         order_queries: sort the queries inside their segment; `False` leaves them in place.
         guide: how many of the first keys are averaged to order the queries; `S` if None, as in the paper.
-        near: how many keys right before the segment stand together instead of among the sorted ones, so that
+        near: how many keys right before the segment stand together instead of among the sorted ones. Then
             `Ranked(inner, first=Band(near))` opens a row with few blocks. The paper sorts all of them.
     """
 

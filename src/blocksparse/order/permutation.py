@@ -111,7 +111,7 @@ class Permutation:
         """Read the maps and refuse contents that no executor can follow. The host waits for the GPU.
 
         Raises:
-            ValueError: a map names a token that does not exist, names a token twice, or leaves out a query; or the
+            ValueError: a map names a token that does not exist, names a token twice, or leaves out a query. Or the
                 only map of all queries leaves out a key.
         """
         if self.q_index is not None:
@@ -218,8 +218,8 @@ class Permuter(ABC, Generic[PermutationT_co]):
     def alignment(self, causal: bool) -> int:
         """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
 
-        A part of a causal call has the keys up to its own end, and is told how much `remaining` follows; a part of
-        another call has all keys. Schemes of `distributed` cut calls so.
+        A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
+        `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
 
         Raises:
             ValueError: a part may choose otherwise, and why; as in any stage that gives no other reason.

@@ -57,8 +57,8 @@ def auto(
     prompts on a GPU, and else takes the fastest executor of the device.
 
     Args:
-        quality: "careful" keeps more blocks and stays closest to dense attention; "fast" keeps fewer and may miss
-            a fact; "balanced" keeps the answers of the models that were measured.
+        quality: "careful" keeps more blocks and stays closest to dense attention. "balanced" keeps the answers of
+            the models that were measured. "fast" keeps fewer blocks and may miss a fact.
         block: tokens per block in causal calls, a multiple of 16. Other calls have blocks of 128 x 64.
         order: a permuter, `HilbertOrder(grid)` for images and video; `Identity()` if None.
         executor: `AutoExecutor()` if None.

@@ -257,9 +257,10 @@ def s2o(
         S: tokens per segment, a multiple of `block`. Larger segments need fewer index maps, but a row's own
             segment is always computed, so the density cannot be lower than its share.
         block: tokens per block, on both sides; a row of blocks stops as a whole.
-        prefix: how many of the earlier keys a map holds, the best ones; a row attends to no others, even if it has
+        prefix: how many of the earlier keys a map holds, the best ones. A row attends to no others, even if it has
             not stopped by then. At 16384 tokens the default adds almost no error to that of a `tau` of 0.01, but
-            much to that of smaller ones (page s2o of the papers). `GlobalIndexMap` says how much memory maps take.
+            much to that of a smaller `tau` (page s2o of the papers). `GlobalIndexMap` says how much memory maps
+            take.
         coarse: choose and order the earlier keys by rounded scores, which takes no full sort on a GPU and adds
             almost no error (docs/reference/papers/s2o.md).
         per_query_head: make one key order per query head instead of one per KV head.
@@ -384,7 +385,7 @@ def minference(
         recent: how many of the nearest distances are always kept, as a part of `slash`.
         block: tokens per block.
         probe: with how many of the last queries the lines are measured.
-        as_released: choose as the authors' code does: keys near the end may use up the vertical budget, and tiles
+        as_released: choose as the authors' code does. Keys near the end may use up the vertical budget, and tiles
             of keys at chosen distances end up to one block late.
         executor: `AutoExecutor()` if None.
     """
@@ -436,7 +437,7 @@ def tri_shape(
     """Keep the first `sink` keys and the last `local` ones, and every key for the `last` queries.
 
     Blocks that hold any of these keys are kept whole. A row of blocks that holds one of these queries keeps every
-    key for all its queries, so up to a block of queries more is dense.
+    key for all its queries. So up to one more block of queries is dense.
 
     Args:
         sink: how many tokens at the start of the prompt are kept.
@@ -575,8 +576,8 @@ def stem(
         decay: the share of `k` that the last row of a prompt keeps.
         k: how many blocks a row keeps before the number falls; None for the rule of `DecayingTopK`.
         weight: what a deviation of the logs of the lengths of values adds to a block's logit.
-        lengths: the mean and the deviation of these logs; None measures them per head and call, and the choice
-            then depends a little on how a prompt is chunked.
+        lengths: the mean and the deviation of these logs. None measures them per head and call. The choice then
+            depends a little on how a prompt is chunked.
         stride: side of the cells on whose antidiagonals logits are taken.
         block: tokens per block.
         sink: tokens at the start of the prompt whose blocks are kept.
@@ -603,8 +604,8 @@ def skip_softmax(
     """Choose nothing before attention; leave out tiles of keys by a threshold that falls with the prompt's length.
 
     Args:
-        scale_factor: a tile is left out if its weights are below `scale_factor / N` of the greatest one met
-            before; 1000 if None, as in TensorRT-LLM's examples.
+        scale_factor: a tile is left out if its weights are below `scale_factor / N` of the greatest one so far. If
+            None it is 1000, as in TensorRT-LLM's examples.
         block: tokens per block.
         executor: `SkipSoftmaxExecutor(scale_factor)` if None; `SkipSoftmaxExecutor.calibrated(config)` has the
             factor of a checkpoint that ModelOpt calibrated. An executor that leaves out nothing, such as

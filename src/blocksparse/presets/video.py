@@ -67,7 +67,7 @@ def sparge(
             if the call is not causal, and with `as_released` always.
         order: a permuter, `HilbertOrder(grid)` for images and video (section 3.7), and `HilbertOrder()` where a
             host knows the grid; `Identity()` if None.
-        as_released: choose as the authors' code does: keys are smoothed in causal calls too, a short last block is
+        as_released: choose as the authors' code does. Keys are smoothed in causal calls too, a short last block is
             never similar, and `share` is a share of all key blocks. Their code may drop the diagonal, which is
             kept here all the same.
         executor: `AutoExecutor()` if None, which rounds nothing. `Int8Executor()` has the paper's 8-bit products
@@ -144,7 +144,7 @@ def sol_attn(
     """Keep the blocks whose logit lies some standard deviations above their row's mean, and each row's neighbours.
 
     Blocks that are not kept are left out. The authors' code lets them take part through their mean keys and
-    values, as `remainder` does; without it this is the selection alone, and errs more at the same `tau`.
+    values, as `remainder` does. Without it this is the selection alone, with a larger error at the same `tau`.
 
     Args:
         tau: how many standard deviations; a number, or one per query head. A greater one keeps fewer blocks.

@@ -124,10 +124,10 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
 
     The self-similarity of a block is the mean cosine of all pairs of its tokens, including each token with itself;
     it lies in [0, 1]. A block is similar if its self-similarity is greater than `theta`. A key block that is not
-    similar is forced for every row and holds no mass; a query block that is not similar forces its whole row
+    similar is forced for every row and holds no mass. A query block that is not similar forces its whole row
     (SpargeAttn, eq. 5). Each share of a row's remaining mass is then the paper's softmax over similar key blocks.
-    If the blocks that are not similar outweigh all others by more than e^87, the mass of the others is 0 in fp32,
-    and the row keeps only forced blocks.
+    If the blocks that are not similar outweigh all others by more than e^87, the mass of the others is 0 in fp32.
+    The row then keeps only forced blocks.
 
     Args:
         inner: any scorer that gives a `BlockMass`, on any grid.

@@ -32,8 +32,8 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
 
     A cell is `stride` x `stride` pairs, sampled at query `stride - 1 - r` and key `r`. Since that mean is linear,
     it is the product of mean queries and mean keys, one for each slot of a cell. This takes a `block / stride`-th
-    of the multiplications of XAttention. The bonus of a cell is the log of its longest value, multiplied by
-    `weight`, as deviations above the mean of the head, if it is above. A block takes the mean of its cells. Blocks
+    of the multiplications of XAttention. The bonus of a cell is the log of its longest value, in deviations above
+    the mean of the head, times `weight`; 0 if it is below the mean. A block takes the mean of its cells. Blocks
     that are not reachable hold -inf.
 
     Args:

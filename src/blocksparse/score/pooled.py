@@ -192,8 +192,8 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         k_block: slots per key block.
         temperature: what the logits are divided by. None measures it per head. It is the ratio of the means of the
             band to those of all channels (root mean squares over all blocks and channels), times the root of the
-            band's share of channels. It is measured over all blocks of a call, so that a choice made with it
-            depends a little on later tokens and on how a prompt is chunked.
+            band's share of channels. It is measured over all blocks of a call. So the choice depends a little on
+            later tokens and on how a prompt is chunked.
     """
 
     band: tuple[float, float] = field(validator=part_of_all)
@@ -252,8 +252,8 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
 
     `GlobalIndexMap` sorts single keys by the same products (S2O, eq. 2). Here they are scaled and get a softmax,
     so that a selector can keep a share of the mass, as an alternative to the early stop. The group's own keys are
-    forced and take no part in the softmax. If the permutation has no query groups, each row of blocks is a group:
-    its softmax runs over all keys that its last query may see, and nothing is forced.
+    forced and take no part in the softmax. If the permutation has no query groups, each row of blocks is a group.
+    Its softmax runs over all keys that its last query may see, and nothing is forced.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.

@@ -26,7 +26,7 @@ class BlockScores:
     """The score of each block, one number per block and query head.
 
     Blocks that are `forced` are kept whatever their values are. A rule that keeps a share of the mass may count
-    them first, and then fewer others are kept than if forced blocks were added after the selection.
+    them first. Then fewer other blocks are kept than if forced blocks were added after the selection.
 
     Raises:
         TypeError: `values` is not fp32 (or float64), or `forced` is not bool.
@@ -126,8 +126,8 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
     def alignment(self, causal: bool) -> int:
         """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
 
-        A part of a causal call has the keys up to its own end, and is told how much `remaining` follows; a part of
-        another call has all keys. Schemes of `distributed` cut calls so.
+        A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
+        `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
 
         Raises:
             ValueError: a part may choose otherwise, and why; as in any stage that gives no other reason.

@@ -94,8 +94,8 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
     divergence (natural logarithm) between two distributions over key blocks. One has the weights that the mean
     query of the probe gives to mean keys. The other has the true weights of the probe.
 
-    Lines are measured with the last queries of a call, so a choice made from them is not causal and depends on
-    how a prompt is chunked. It takes `probe * N * D` multiplications per query head.
+    Lines are measured with the last queries of a call. So a choice made from them is not causal and depends on how
+    a prompt is chunked. It takes `probe * N * D` multiplications per query head.
 
     Args:
         block: slots per block, on both sides.

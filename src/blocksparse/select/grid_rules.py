@@ -105,7 +105,7 @@ _window = Rule(
 class TileWindow(GridSelector):
     """Keep the tiles that are at most so many tiles from a query's own in time, in height and in width.
 
-    A block counts for all tiles in the box around its cells, so that the rule is exact for blocks that are tiles
+    A block counts for all tiles in the box around its cells. So the rule is exact for blocks that are tiles
     (`TileOrder`), and keeps more in other orders.
 
     Args:
@@ -225,7 +225,7 @@ class Radial(GridSelector):
     window is `L = decay * 2^b / 2^g` tokens to both sides. There `g = floor(log2 d) + 1` is the number of binary
     digits of `d`, and `b` that of the tokens per frame. It never is less than a block; where `2^b / 2^g` would be,
     only each `int(block / (2^b / 2^g))`-th distance is kept. Blocks that hold a pair of tokens which this keeps
-    are kept whole. It is made for tokens in place: a block is judged by its first and its last token, and where an
+    are kept whole. It is made for tokens in place. The first and the last token of a block decide, and where an
     order has moved tokens, more blocks are kept.
 
     Args:

@@ -38,8 +38,8 @@ class TopCdf(Selector[BlockMass, BlockMask]):
         mass: share of the row's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
             reachable block.
         crossing: keep the block with which the sum reaches the target (PBS-Attn algorithm 2, BFLA, XAttention).
-            With `False` a block is taken only if the sum stays within the target, as in SpargeAttn, but the
-            heaviest block that is not forced is kept in any case.
+            With `False` a block is taken only if the sum stays within the target, as in SpargeAttn. The heaviest
+            block that is not forced is always kept.
     """
 
     mass: PerHead = field(default=0.9, converter=per_head, validator=share)
@@ -71,9 +71,9 @@ class TopCdf(Selector[BlockMass, BlockMask]):
 class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     """Take the heaviest blocks of all rows of a head together, until `mass` of their total is reached.
 
-    The whole head has one budget, so a row may keep much more or much less than the share `mass` of its total;
-    `TopCdf` has a budget for each row. Earlier rows compete with later ones, so the choice is not causal and
-    depends on how a prompt is chunked. Forced blocks are kept in any case, but are not counted first: they are
+    The whole head has one budget, so a row may keep much more or much less than the share `mass` of its total. In
+    contrast, `TopCdf` has a budget for each row. Earlier rows compete with later ones, so the choice is not causal
+    and depends on how a prompt is chunked. Forced blocks are kept in any case, but are not counted first: they are
     ranked and counted like all others. The search on a GPU takes 5 bytes per block; the sort on other devices
     takes about 45.
 

@@ -92,8 +92,8 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def alignment(self, causal: bool) -> int:
         """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
 
-        A part of a causal call has the keys up to its own end, and is told how much `remaining` follows; a part of
-        another call has all keys. Schemes of `distributed` cut calls so.
+        A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
+        `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
 
         Raises:
             ValueError: a part may choose otherwise, and why; as in any stage that gives no other reason.

@@ -165,13 +165,13 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
     """Keep the heaviest columns of blocks until they hold `mass`, and the heaviest bands of distances likewise.
 
     A band is as many distances as a block has tokens. The columns alone hold the share `mass` of the probe's
-    weight, and so do the bands alone, so their union holds at least as much, unless `max_budget` cuts it short.
+    weight, and so do the bands alone. So their union holds at least as much, unless `max_budget` cuts it short.
     Rows before the probe are assumed to have the same pattern. The block that holds token 0 and the diagonal are
     kept in addition and not counted.
 
     Args:
-        mass: share of the probe's mass, in [0, 1]; a number, or one per query head. 0 keeps only as much as
-            `min_budget` says, 1 every reachable block.
+        mass: share of the probe's mass, in [0, 1]; a number, or one per query head. With 0 only `min_budget` is
+            kept, with 1 every visible block.
         min_budget: the least number of tokens in the columns, and in the bands; rounded up to blocks.
         max_budget: the greatest number of tokens in each; None for no limit.
         released: choose by the rule of the authors' code, which is for keys in original order. It counts the

@@ -52,8 +52,8 @@ def attach(
             counted from 0 in the order in which the model runs them.
         dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
             diffusers pipeline. A timestep nearer to noise, or another prompt, begins a new call.
-        by_step: what attends instead of `pipeline` from these steps on, such as `{25: subblock(0.15)}` for a
-            smaller budget in the later half; counted as `dense_steps` are.
+        by_step: pipelines that replace `pipeline` from these steps on, such as `{25: subblock(0.15)}` for a
+            smaller budget in the later half. Steps are counted as for `dense_steps`.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
             them; None for one. A choice belongs to the tensor of the prompt that a diffusers pipeline passes in
             every step. So each half of classifier-free guidance has its own choices, and so has each run. Not for

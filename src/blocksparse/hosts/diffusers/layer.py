@@ -102,10 +102,10 @@ class StepCounter:
 
     Calls with one timestep, as for the two halves of classifier-free guidance, are one step. A timestep nearer to
     noise than the last one begins another run at step 0. After a run that was interrupted, another one may begin
-    nearer to the picture. It is known by its prompt, a tensor that the last run had not, if this pipeline was seen
-    to pass one tensor in several steps. That can be a mistake, as for a half of guidance that begins late and
-    comes first. Then the run's own prompts come back, or each step has another prompt. The count goes on, and
-    prompts are ignored from there on.
+    nearer to the picture. It is known by its prompt, a tensor that the last run did not have, if this pipeline has
+    passed one tensor in several steps. That can be a mistake, as for a half of guidance that begins late and comes
+    first. Then the run's own prompts come back, or each step has another prompt. The count goes on, and prompts
+    are ignored from there on.
 
     Three cases are counted wrongly. A run is not noticed if it begins where the last one was stopped, or nearer to
     the picture, with the very same tensor as its prompt. The same holds after a run that was stopped in its first

@@ -50,8 +50,8 @@ def attach(
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit.
         continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers
             accepts only its own names there. So "sdpa" names the pipeline until the end, for this model alone.
-        min_window: layers with a sliding window of fewer tokens than this, which hides something of a prompt, are
-            exactly dense within it; None for all windows. So are those for which an executor knows no window.
+        min_window: layers with a sliding window of fewer tokens than this are exactly dense within it, if it hides
+            a part of the prompt. None means all windows. So are those for which an executor knows no window.
 
     Raises:
         TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.

@@ -1,8 +1,8 @@
 """A grid of blocks as kernels take it, and rules of position on it.
 
-`sight`: Which keys a query sees: the rule for single pairs, which all definitions in plain torch ask.
-`block_grid`: What kernels over blocks know of the grid: the first and the last original position of every block.
-`token_positions`: Original positions of the tokens in every row and column of blocks, as attention kernels read them.
+`sees`: Which keys a query sees: the rule for single pairs, which all definitions in plain torch use.
+`BlockGrid`: The first and the last original position of every block, for kernels over blocks.
+`TokenPositions`: Original positions of the tokens in every row and column of blocks, for attention kernels.
 `places`: Rules of position as numbers, which one kernel launch applies together.
 """
 

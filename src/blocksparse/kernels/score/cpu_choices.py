@@ -2,7 +2,7 @@
 
 `block_mean`, `products`, `coarse_order` and `top_cdf` say the same in plain torch, in many operations with a copy in fp32
 of what is read. Sums of means and products are in fp32, in an order that sizes alone decide; orders and shares follow
-their twins bit for bit. Ask `cpu_scores.takes` first.
+their reference implementations bit for bit. Ask `cpu_scores.takes` first.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def tune(
         network: a causal language model of transformers, on the device and in the dtype in which it will run.
         prompts: what candidates are compared on; the longest of them gives q, k, v and times.
         held: other prompts, which whole plans are verified on.
-        journal: a file that gets every measurement. A run that was killed goes on from there, and a run with
-            the same model and prompts but another budget, say, takes what it needs from there.
+        journal: a file that gets every measurement. A run that was killed continues from it. A run with the same
+            model and prompts but, say, another budget reuses its measurements.
         budget: the limits on the plan's KL.
         candidates: what may attend in a layer; dense attention always may. A candidate that keeps 90 % of the work
             of a layer or more is never taken there: it saves little, and a window that suffices here may not in

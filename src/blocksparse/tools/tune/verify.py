@@ -103,8 +103,8 @@ class Search:
     def saw(self, true: float, *, others_fit: bool) -> None:
         """Take into account the measured KL of the plan for `budget * factor`.
 
-        If it keeps this budget but not another one, nothing is learnt: a plan that keeps the other one, too, will
-        lose more or less of this.
+        If it is within this budget but not within another one, nothing changes, since a plan within both may have
+        a higher or a lower KL.
         """
         ratio = self.budget / max(true, 1e-12)
         if self.fits(true):
@@ -131,7 +131,7 @@ def plan_that_fits(
     At every length a plan must also find the answers that dense attention finds, less 2 % of them or one. A plan
     that does not counts as one whose KL at answers is a quarter above the budget.
 
-    Losses of single layers do not add up exactly, so budgets for the solver are tightened, or loosened, and the
+    Losses of single layers do not add up exactly. So the budgets for the solver are tightened or loosened, and the
     plan is chosen and measured again, `rounds` times. If none of these plans fits, this goes on for a few more; at
     last it is `dense`.
     """
