@@ -55,7 +55,7 @@ def test_another_plugin_keeps_its_place(caplog: pytest.LogCaptureFixture) -> Non
         register()
     finally:
         logger.removeHandler(caplog.handler)
-    assert "another plugin has vLLM's one place for backends: another.plugin.Backend" in caplog.text
+    assert "another plugin uses vLLM's slot for backends: another.plugin.Backend" in caplog.text
     assert AttentionBackendEnum.CUSTOM.get_path() == "another.plugin.Backend"
     assert "BLOCKSPARSE" not in AttentionBackendEnum.__members__
 

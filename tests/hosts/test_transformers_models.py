@@ -387,7 +387,7 @@ def test_one_line_says_that_nothing_was_sparse(layers: str, caplog: pytest.LogCa
         else:
             (record,) = caplog.records
             assert (
-                "no attention of LlamaForCausalLM was sparse so far; dense calls: 2 x fewer than min_tokens"
+                "no attention call of LlamaForCausalLM was sparse so far; dense calls: 2 x fewer than min_tokens"
                 in (record.getMessage())
             )
     assert len(caplog.records) == (layers == "none")

@@ -62,7 +62,7 @@ def _said(cls: type, role: type, place: int) -> type | UnionType | TypeVar | Non
 
 
 def _asked(said: Any) -> type | UnionType | TypeVar | None:
-    """A type of a class line in a form that `isinstance` takes; None if it says nothing, as `Any` does."""
+    """A type of a class line in a form that `isinstance` takes; None for `Any`, which restricts nothing."""
     if isinstance(said, TypeVar):
         return said
     origin = get_origin(said)

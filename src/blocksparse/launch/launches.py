@@ -148,9 +148,9 @@ def _started(jit: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict
 def _add_kinds(parts: list[object], args: tuple[Any, ...]) -> None:
     """Append what Triton may specialise a kernel on in these arguments. Integers stand for themselves.
 
-    It is one loop over exact types, and calls nothing for most arguments: a call of a pipeline has some 150 of
-    them. Two entries stand for a tensor; since only tensors begin with a dtype, different arguments never give
-    the same entries.
+    It is one loop over exact types, and calls nothing for most arguments: a call of a pipeline has about 150 of
+    them. Two entries stand for a tensor; since only tensors begin with a dtype, different arguments never give the
+    same entries.
     """
     add = parts.append
     for x in args:

@@ -59,7 +59,7 @@ class KeptChoices:
     of classifier-free guidance have separate choices, and a run takes none of another one's prompt. If a layer is
     called more often than once in a step for one prompt, its second call takes what its second call chose.
 
-    A choice is made anew when it is `every` steps old, for another pipeline, for tensors of other sizes, and when
+    A choice is renewed when it is `every` steps old, for another pipeline, for tensors of other sizes, and when
     the steps begin again. The memory kept is a byte per block and head of each mask, and the index maps of an
     order. Nothing is kept of a prompt that is gone, or of a choice that is too old.
 
@@ -147,7 +147,7 @@ class KeptChoices:
         return Kept(output.out, trace, self._step - made)
 
     def forget(self, layer: int, *, chooser: int | None = None) -> None:
-        """Let this layer choose anew in its next call; or `chooser`, whose choices it takes, in the next step."""
+        """Let this layer choose again in its next call; or `chooser`, whose choices it takes, in the next step."""
         if chooser is not None and chooser != layer:
             self._forgotten.add(chooser)  # now, this layer would choose for it
         else:

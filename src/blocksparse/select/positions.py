@@ -288,7 +288,7 @@ class LastKeys(PositionSelector):
 class LastQueries(PositionSelector):
     """Keep every block of the rows that hold one of the last `tokens` queries of the prompt.
 
-    A call ends its prompt unless it says how much follows: `pipeline(q, k, v, remaining=tokens)`.
+    A call ends its prompt unless `remaining` tokens follow: `pipeline(q, k, v, remaining=tokens)`.
     """
 
     tokens: int = field(converter=whole, validator=size)

@@ -106,7 +106,7 @@ class Settings:
         """Read the value of the option that `host` names.
 
         Raises:
-            ConfigurationError: it says nothing of blocksparse, or something that does not fit the model.
+            ConfigurationError: it has no entry for blocksparse, or one that does not fit the model.
         """
         given = options.get(KEY) if isinstance(options, Mapping) else None
         if given is None:

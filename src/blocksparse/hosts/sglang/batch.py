@@ -267,7 +267,9 @@ class SparsePrefill:
 
 @lru_cache(maxsize=1024)
 def _warn_once(layer: int, because: str) -> None:
-    _log.warning("blocksparse: prompts are dense in layer %d, because its calls bring: %s", layer, because)
+    _log.warning(
+        "blocksparse: prompts are dense in layer %d, because of an argument of its calls: %s", layer, because
+    )
 
 
 def _put(batch: Batch, rows: Tensor, part: Tensor) -> None:

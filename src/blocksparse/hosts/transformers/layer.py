@@ -90,7 +90,7 @@ class Outcomes:
         reasons = ", ".join(
             f"{times} x {why}{_WAY_OUT.get(why, '')}" for why, times in self._reasons.most_common()
         )
-        _log.warning("no attention of %s was sparse so far; dense calls: %s", self.model, reasons)
+        _log.warning("no attention call of %s was sparse so far; dense calls: %s", self.model, reasons)
 
 
 @final

@@ -28,7 +28,7 @@ def register() -> None:
     place = AttentionBackendEnum.CUSTOM
     if place.is_overridden() and place.get_path() != _ON_A_GPU:
         _log.warning(
-            "blocksparse: there is no backend %s, because another plugin has vLLM's one place for backends: %s",
+            "blocksparse: backend %s is not registered, because another plugin uses vLLM's slot for backends: %s",
             NAME,
             place.get_path(),
         )

@@ -148,7 +148,7 @@ def cpu_kernel() -> Loaded:
     found = load(SOURCE)
     if found.why_not is not None:
         _log.warning(
-            "attention on this CPU runs without its compiled kernel, which is several times as fast: %s",
+            "attention on this CPU runs without its compiled kernel, which is several times faster: %s",
             found.why_not,
         )
     return found

@@ -1,8 +1,8 @@
 """Device functions that Triton kernels share.
 
-`strides_triton`: Strides that change with the prompt's length, handed over so that a kernel need not be compiled anew.
+`strides_triton`: Strides that change with the prompt's length, handed over so that a kernel need not be compiled again.
 
-Triton specialises a kernel on each integer argument: it compiles anew when the integer becomes 1, a multiple of 16, or
+Triton specialises a kernel on each integer argument: it compiles again when the integer becomes 1, a multiple of 16, or
 neither. It can be told not to specialise on an argument, but always does so on entries of a tuple. Strides of q, k and v
 are multiples of the head dim, and keep their kind whatever the length; those of lists, masks and scores do not. So these
 are multiplied by 16 (`alike`), and the kernel divides by 16 again (`head_at`).

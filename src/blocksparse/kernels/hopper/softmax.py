@@ -6,7 +6,7 @@ The softmax of a tile of scores on Hopper, which looks for a row's maximum only 
 rounding the result is the same for any reference, which only has to keep weights from overflowing. So a row keeps its
 reference, at first the maximum of its first tile of keys, as long as sums of weights stay small. That is so if each of the
 four threads that share the row has a sum of at most `_most` in a tile. Where they come to more, its maximum becomes its
-reference, sums are scaled anew, and the tile's weights are computed once more. Most tiles have no such row, and look for no
+reference, sums are rescaled, and the tile's weights are computed once more. Most tiles have no such row, and look for no
 maximum at all.
 
 Each row decides by its own weights, and computing them once more gives a row whose reference stays the same bits. So no row
@@ -80,7 +80,7 @@ def _rounded_weights(n, scores, pair):
 def _weights(n, scores):
     """PTX: a thread's `n` weights in fp32, and their sums.
 
-    A power takes some 30 clocks to come, and the next can start after 8. Left alone, ptxas adds each to its sum as soon as
+    A power takes about 30 clocks to come, and the next can start after 8. Left alone, ptxas adds each to its sum as soon as
     it is there, and the warp waits for most of them (docs/evidence/kernel-notes.md). So the sums of a part of `_APART`
     powers stand behind a branch, next to the powers of the next part, and logits are computed one part ahead. No branch is
     ever taken, for `c` is positive, but what they lead to needs the powers before them. `tests/kernels/machine_code.py`

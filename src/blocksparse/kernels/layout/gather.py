@@ -5,8 +5,8 @@
     gather   out[b, h, i] = x[b, h // (H / Hx), index[b, h, i]]
     scatter  out[b, h, index[b, h, i]] = x[b, h, i]
 
-On GPUs one launch does it, which reads every row and every index once; other devices take the plain torch below. Blocks
-of rows that nobody wants need not be moved.
+On GPUs one launch does it, which reads every row and every index once; other devices take the plain torch below. Blocks of
+rows that are not needed need not be moved.
 
 `gather_pages`: Read the keys and values of one request from the pages of a cache.
 

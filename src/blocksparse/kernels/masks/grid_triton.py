@@ -62,7 +62,7 @@ def _of_positions(
 
 
 def tile_of_blocks(entries: int) -> dict[str, int]:
-    """Rows and columns of a launch tile for a grid of any size: what lies outside costs less than to compile anew."""
+    """Rows and columns of a launch tile for a grid of any size: what lies outside costs less than another compilation."""
     return {"ROWS": max(entries // _COLS, 1), "COLS": _COLS}
 
 

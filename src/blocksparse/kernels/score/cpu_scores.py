@@ -196,7 +196,7 @@ def scores_kernel() -> ctypes.PyDLL | None:
     found = load(SOURCE)
     library = found.library
     if library is None:
-        _log.info("blocks are chosen on this CPU without the compiled kernel: %s", found.why_not)
+        _log.info("blocks are selected on this CPU without the compiled kernel: %s", found.why_not)
     return library
 
 

@@ -21,14 +21,14 @@ _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def add_to(commands: Commands) -> None:
-    """Say what `bench` takes."""
+    """Add the subcommand `bench`."""
     parser = add_command(
         commands,
         "bench",
         _run,
         summary="time dense attention against presets, in your shapes on your machine",
-        description="Times causal attention over a whole prompt, densely and with presets, at several lengths,\n"
-        "and says from which length on each preset is faster. The defaults are the heads of Llama-3.1-8B.",
+        description="Times causal attention over a whole prompt, dense and with presets, at several lengths, and\n"
+        "prints from which length on each preset is faster. The defaults are the heads of Llama-3.1-8B.",
         examples=_EXAMPLES,
     )
     parser.add_argument("--heads", type=_size, default=32, metavar="HQ", help="query heads")
@@ -38,23 +38,25 @@ def add_to(commands: Commands) -> None:
         "--lengths",
         type=_sizes,
         metavar="N,N,...",
-        help="prompt lengths in tokens; 1024 to 8192 on a CPU and 4096 to 131072 on a GPU unless given",
+        help="prompt lengths in tokens; default: 1024 to 8192 on a CPU, 4096 to 131072 on a GPU",
     )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
-        help="float32 on a CPU and bfloat16 on a GPU unless given",
+        help="dtype of q, k and v; default: float32 on a CPU, bfloat16 on a GPU",
     )
     add_presets(parser, by_default=", ".join(_PRESETS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one, else the CPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device; default: a GPU if there is one, else the CPU"
+    )
     parser.add_argument(
         "--seconds",
         type=_seconds,
         default=0.5,
         metavar="S",
-        help="for the timed calls of a row, at least three",
+        help="seconds for the timed calls of a row, at least three calls",
     )
-    parser.add_argument("--seed", type=int, default=0, help="chooses the random inputs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     add_json(parser)
 
 

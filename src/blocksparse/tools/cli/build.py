@@ -15,15 +15,15 @@ _EXAMPLES = """\
 
 
 def add_to(commands: Commands) -> None:
-    """Say what `build` takes."""
+    """Add the subcommand `build`."""
     parser = add_command(
         commands,
         "build",
         _run,
         summary="compile the kernels for this CPU",
-        description="Compiles the kernels for CPUs with the C++ compiler at hand, into the user's cache folder.\n"
-        "The first call on a CPU does the same, if that is not done yet; this does it anew.\n"
-        "The variable CXX names another compiler.",
+        description="Compiles the kernels for this CPU with the installed C++ compiler, into the user's\n"
+        "cache folder. Without this command, the first call on a CPU does it. Kernels that are compiled\n"
+        "already are compiled again. The environment variable CXX names another compiler.",
         examples=_EXAMPLES,
     )
     parser.add_argument(

@@ -22,30 +22,30 @@ _EXAMPLES = """\
 
 
 def add_to(commands: Commands) -> None:
-    """Say what `demo` takes."""
+    """Add the subcommand `demo`."""
     parser = add_command(
         commands,
         "demo",
         _run,
-        summary="read a text with a real model, densely and with presets",
-        description="A real model reads a real text, in which a fact is planted, with dense attention and with\n"
-        "each preset that is named ('--preset all': with every one), and is asked for the fact.",
+        summary="run a real model on a text, dense and with presets",
+        description="Runs a real model on a real text with a planted fact, with dense attention and with each\n"
+        "given preset ('--preset all': with every one), and asks the model for the fact.",
         examples=_EXAMPLES,
     )
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt")
     parser.add_argument("--depth", type=float, default=0.5, help="share of the text before the planted fact")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the planted fact")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the planted fact")
     add_presets(parser, by_default=", ".join(_PRESETS))
-    parser.add_argument("--text", type=Path, help="the text to read; a novel that is in the package unless given")
+    parser.add_argument("--text", type=Path, help="the text to read; default: a novel from the package")
     parser.add_argument(
         "--model",
         type=Path,
         help="folder of a transformers model, or a model that is downloaded once: qwen2.5-coder-1.5b, "
-        "qwen2.5-coder-0.5b or gemma-3-270m; SmolLM2-135M-Instruct unless given",
+        "qwen2.5-coder-0.5b or gemma-3-270m; default: SmolLM2-135M-Instruct",
     )
-    parser.add_argument("--layer", type=int, help="layer of the picture; 8 unless given")
-    parser.add_argument("--head", type=int, help="query head of the picture; 1 unless given")
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for what the demo writes")
+    parser.add_argument("--layer", type=int, help="layer of the picture; default: 8")
+    parser.add_argument("--head", type=int, help="query head of the picture; default: 1")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the output files")
     add_json(parser)
 
 

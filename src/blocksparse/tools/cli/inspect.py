@@ -22,15 +22,15 @@ _LEAST = 128  # tokens; shorter prompts have nothing to skip
 
 
 def add_to(commands: Commands) -> None:
-    """Say what `inspect` takes."""
+    """Add the subcommand `inspect`."""
     parser = add_command(
         commands,
         "inspect",
         _run,
-        summary="write an HTML report: where a model's heads look, and what presets keep of it",
-        description="A model reads a text with dense attention; presets are tried on every layer of it, and then\n"
-        "on the whole model. The report is one HTML file: maps of every head, density, coverage and\n"
-        "error by layer, what each preset changes in the next-token distributions, and stage times.",
+        summary="write an HTML report: attention maps of a model's heads, and what presets keep of them",
+        description="Runs a model on a text with dense attention. Then presets run on each layer, and on the\n"
+        "whole model. The report is one HTML file: maps of every head, density, coverage and error by layer,\n"
+        "the change of the next-token distributions with each preset, and stage times.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
@@ -39,9 +39,9 @@ def add_to(commands: Commands) -> None:
         help=f"folder of a transformers model, or '{_SMOLLM2}' for the model of the demo, which is converted once",
     )
     parser.add_argument(
-        "text", metavar="TEXT", type=Path, nargs="?", help="the text to read; a novel of the package unless given"
+        "text", metavar="TEXT", type=Path, nargs="?", help="the text to read; default: a novel from the package"
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="how much of the text to read, at most")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text to read, at most")
     add_presets(parser, by_default=", ".join(_PRESETS))
     parser.add_argument("--out", type=Path, default=Path("blocksparse-report.html"), help="the file to write")
     parser.add_argument(
@@ -49,7 +49,7 @@ def add_to(commands: Commands) -> None:
         type=Path,
         default=Path("demo-output/SmolLM2-135M-Instruct"),
         metavar="DIR",
-        help=f"where '{_SMOLLM2}' is kept once it is converted",
+        help=f"folder for the converted '{_SMOLLM2}'",
     )
     add_json(parser)
 

@@ -69,7 +69,7 @@ def _what_auto_runs(device: str, dtype: torch.dtype, *, tokens: int) -> str:
 
 _COMMANDS = (demo, bench, inspect, tune, build)
 _EPILOG = """\
-exit status: 0 if all went well, 1 if the command cannot run as asked, 2 if its arguments are not understood,
+exit status: 0 if all went well, 1 if the command cannot run as asked, 2 if its arguments are invalid,
 130 after Ctrl-C. Results go to stdout, progress and errors to stderr.
 """
 
@@ -110,7 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument(
-        "--verbose", action="store_true", help="with --version: also packages, devices and what runs on them"
+        "--verbose",
+        action="store_true",
+        help="with --version: also print packages, devices and the executor of each",
     )
     commands = parser.add_subparsers(metavar="command", dest="command")
     for command in _COMMANDS:

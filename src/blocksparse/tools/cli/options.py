@@ -44,8 +44,8 @@ def add_presets(parser: argparse.ArgumentParser, *, by_default: str) -> None:
         "--preset",
         action="append",
         metavar="PRESET",
-        help="a preset with its own defaults, or as in 'pbs_attn(0.95)' or 'mean_pooling(0.9) | Band(128)'; "
-        f"may be repeated; {by_default} unless given",
+        help="a preset by name, or with arguments as in 'pbs_attn(0.95)' or 'mean_pooling(0.9) | Band(128)'; "
+        f"may be repeated; default: {by_default}",
     )
 
 

@@ -42,72 +42,74 @@ _EXAMPLES = """\
 
 
 def add_to(commands: Commands) -> None:
-    """Say what `tune` takes."""
+    """Add the subcommand `tune`."""
     parser = add_command(
         commands,
         "tune",
         _run,
-        summary="choose the attention of every layer by the answers of the model, and write a plan",
-        description="One layer at a time attends sparsely, and the next-token distributions are compared with\n"
-        "those of dense attention, over a text and at answers. A plan that keeps to a budget of both is\n"
-        "verified on other prompts. Killed, and run again, it goes on where it was.",
+        summary="choose the attention of every layer within a KL budget, and write a plan",
+        description="Makes one layer at a time sparse, and compares the next-token distributions with those of\n"
+        "dense attention, over a text and at answers. A plan within the budgets of both is verified on\n"
+        "other prompts. A run that was interrupted continues when the same command runs again.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of a causal language model of transformers"
     )
-    parser.add_argument("--out", type=Path, default=Path("plan.json"), help="the plan; measurements go beside it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("plan.json"), help="file for the plan; a journal lies next to it"
+    )
     parser.add_argument(
         "--tokens",
         type=int,
         nargs="+",
         default=[4096],
         metavar="N",
-        help="lengths of the prompts that are made from --text; of one length, prompts half as long are made, too",
+        help="lengths of the prompts made from --text; with one length, prompts of half of it are made too",
     )
-    parser.add_argument("--text", type=Path, default=TEXT, help="a text to make prompts from, with planted facts")
-    parser.add_argument("--count", type=int, default=2, help="prompts of each length to make for comparing")
+    parser.add_argument("--text", type=Path, default=TEXT, help="text to make prompts from, with planted facts")
+    parser.add_argument("--count", type=int, default=2, help="prompts of each length for comparing candidates")
     parser.add_argument(
         "--held",
         type=int,
-        help="prompts of each length to make for verifying, as many as --count if not given; more cost little",
+        help="prompts of each length for verifying plans; default: as many as --count; more cost little time",
     )
     parser.add_argument(
         "--prompts",
         type=Path,
-        help='your own prompts instead: a JSON line {"prompt": ..., "answer": ...} each; every second verifies',
+        help='JSON Lines file with your prompts, {"prompt": ..., "answer": ...}; every second one verifies',
     )
     parser.add_argument("--strategy", choices=("kl", "sparge"), default="kl", help="how candidates are chosen")
     parser.add_argument(
-        "--minimise", choices=("time", "density"), default=_OF_KL["minimise"], help="what the plan saves"
+        "--minimise", choices=("time", "density"), default=_OF_KL["minimise"], help="what the plan minimises"
+    )
+    parser.add_argument("--batch", type=int, default=_OF_KL["batch"], help="prompts per call, for measuring times")
+    parser.add_argument(
+        "--text-kl", type=float, default=_OF_KL["text_kl"], help="KL budget over the text, in nats"
     )
     parser.add_argument(
-        "--batch", type=int, default=_OF_KL["batch"], help="how many prompts a call will have, for times"
-    )
-    parser.add_argument(
-        "--text-kl", type=float, default=_OF_KL["text_kl"], help="budget of KL over the text, nats"
-    )
-    parser.add_argument(
-        "--answer-kl", type=float, default=_OF_KL["answer_kl"], help="the same at tokens of answers"
+        "--answer-kl", type=float, default=_OF_KL["answer_kl"], help="KL budget at tokens of answers, in nats"
     )
     parser.add_argument(
         "--positions",
         type=int,
         default=_OF_KL["positions"],
-        help="at how many positions of a text predictions are compared",
+        help="number of positions of a text at which predictions are compared",
     )
     parser.add_argument(
         "--head-groups",
         type=int,
         default=_OF_KL["head_groups"],
-        help="groups of KV heads with a choice of their own",
+        help="groups of KV heads per layer, each with its own choice",
     )
-    parser.add_argument("--seed", type=int, default=0, help="chooses the planted facts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the planted facts")
     parser.add_argument(
-        "--l1", type=float, default=_OF_SPARGE["l1"], help="of sparge: error that tau and theta make"
+        "--l1", type=float, default=_OF_SPARGE["l1"], help="with --strategy sparge: error bound for tau and theta"
     )
-    parser.add_argument("--l2", type=float, default=_OF_SPARGE["l2"], help="of sparge: error with lambda, too")
-    parser.add_argument("--device", help="where to run; a GPU if there is one")
+    parser.add_argument(
+        "--l2", type=float, default=_OF_SPARGE["l2"], help="with --strategy sparge: error bound with lambda"
+    )
+    parser.add_argument("--device", help="device to run on; default: a GPU if there is one")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -133,7 +133,7 @@ def _sha256(path: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(SHIPPED), help=f"{', '.join(SHIPPED)}; all unless given")
+    parser.add_argument("names", nargs="*", default=list(SHIPPED), help=f"{', '.join(SHIPPED)}; default: all")
     parser.add_argument("--into", type=Path, default=MODELS_FOLDER, help="folder in which each model gets its own")
     options = parser.parse_args(arguments)
     for name in options.names:

@@ -1,4 +1,4 @@
-"""Units that get a choice of their own, what candidates do there, and what they cost.
+"""Units with their own choice, what candidates do there, and what they cost.
 
 Unit   `Unit` gets a choice of its own: a layer, or some KV heads of one. `Probe` is what a candidate does
        there.

@@ -99,7 +99,7 @@ def tune(
     Each candidate is tried on the q, k and v of each layer. With some of them the model is run with that layer
     alone sparse, and the KL of its predictions from dense attention's is recorded. A solver takes one for each
     layer, at the least cost that the budget allows; it also says which candidates may be worth a run. The whole
-    plan is measured on held prompts, and the solver's budget is changed until what the plan really loses fits.
+    plan is measured on held prompts, and the solver's budget is changed until the measured KL of the plan fits.
 
     Args:
         network: a causal language model of transformers, on the device and in the dtype in which it will run.
