@@ -195,7 +195,7 @@ def _attend(
     return call(q, k, v, spec_of(numbers, sinks, q.shape[1], remaining))
 
 
-# PyTorch knows no op with an argument that is such an object or None, so this is an op of its own.
+# PyTorch knows no op with an argument that is such an object or None, so this is a separate op.
 @graph_node("blocksparse::attend_each")
 def _attend_each(
     q: Tensor,

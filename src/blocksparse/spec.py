@@ -36,7 +36,7 @@ from blocksparse.check.validators import (
 )
 from blocksparse.kernels.masks.arguments import LogitChange
 
-# Kernels multiply the scale by log2(e) and by scales of their own in fp32; these bounds leave room for that.
+# Kernels multiply the scale by log2(e) and by their own scales in fp32; these bounds leave room for that.
 LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64
 
 

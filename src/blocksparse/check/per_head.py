@@ -134,7 +134,7 @@ def may_be_numbers(value: Any) -> bool:
 def numbers(what: str, holds: Callable[[Tensor], Tensor]) -> Rule:
     """A rule for a number, or one per query head, of which `holds` must be true; `holds` must be false for NaN."""
 
-    @lru_cache(maxsize=256)  # pipelines are made anew for each call with the same few numbers
+    @lru_cache(maxsize=256)  # pipelines are made again for each call with the same few numbers
     def holds_for_number(value: float) -> bool:
         return bool(holds(torch.tensor(value, dtype=torch.float64, device="cpu")))
 

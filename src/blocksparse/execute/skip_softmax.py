@@ -155,7 +155,7 @@ def _attend(
         origin = peak.masked_fill(peak == float("-inf"), 0.0)
         weight = (logits - origin).exp()
         total = weight.sum(-1, keepdim=True) + (sink - origin).exp()
-        seen = allowed.any(2).unsqueeze(-1)  # not even 0 times infinity comes from values that nobody sees
+        seen = allowed.any(2).unsqueeze(-1)  # not even 0 times infinity comes from values that no query sees
         part = _weighted(weight / total.masked_fill(total == 0, 1.0), values, seen)
         part = part.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
         result.scatter_(2, query.unsqueeze(-1).expand(part.shape), part.to(result.dtype))

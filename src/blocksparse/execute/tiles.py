@@ -163,7 +163,7 @@ def _against_head_dims(tiles: HopperTiles, D: int, Dv: int) -> tuple[str, ...]:
         reasons.append(f"{tiles} takes head dims that are multiples of 8 up to 256, not {D}, {Dv}")
     reasons += tiles.too_large(D, Dv)
     # A thread of a consumer holds 1/128 of 64 sums per channel of values. The compiler wants room for those at
-    # launch, and for some 30 other registers, although consumers get more later.
+    # launch, and for about 30 other registers, although consumers get more later.
     least, share = padded_values(Dv) // 2 + 32, 65536 // (tiles.per_sm * (tiles.consumers + 1) * 128)
     if share < least:
         reasons.append(f"{tiles} has {share} registers a thread, and head dim {Dv} needs {least}")

@@ -264,7 +264,7 @@ class Plan:
             plan: Plan = _converter().structure(content, cls)
         except TuneError as error:
             raise TuneError(f"{path}: {error}") from None
-        except Exception as error:  # cattrs raises what the classes raise, and errors of its own
+        except Exception as error:  # cattrs raises what the classes raise, and its own errors
             raise TuneError(f"{path} is not a whole plan: {type(error).__name__}: {shown(str(error))}") from None
         return plan
 

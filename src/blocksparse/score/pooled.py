@@ -157,7 +157,7 @@ def _diagonal(queries: Tensor, keys: Tensor, grid: Grid) -> Tensor:
     if not grid.causal:  # all rows reach all keys
         keys = keys - keys.mean(2, keepdim=True)
         return products(queries.square(), keys.square().mean(2, keepdim=True)).squeeze(3)
-    # A centre, so that the difference of moments below loses no digits: the first block, which is no row's future.
+    # A centre, so that the difference of moments below stays exact: the first block, which is no row's future.
     keys = keys - keys[:, :, :1].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     keys = keys.repeat_interleave(grid.q_heads // keys.shape[1], dim=1)
     squares = keys.square()

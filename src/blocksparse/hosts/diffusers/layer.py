@@ -135,7 +135,7 @@ class StepCounter:
         elif self._before is not None and _holds(self._before[1], prompt):
             self._go_on(nearer=now < self._last)
         elif now < self._last and self._lasting and prompt is not None and not known:
-            if self._before is not None and self._step == 0:  # a run of one step: prompts are made anew in each
+            if self._before is not None and self._step == 0:  # a run of one step: prompts are made again in each
                 self._go_on(nearer=True)
             else:
                 self._begin((self._step, self._prompts))

@@ -23,7 +23,7 @@ from blocksparse.spec import AttentionSpec
 
 _SPEC = AttentionSpec(scale=1.0)
 # An engine's own attention is faster than that of a call by itself, so more work pays there. Measured on an H100
-# beside FlashAttention 3, which takes half a millisecond for 3e11 operations.
+# compared with FlashAttention 3, which takes half a millisecond for 3e11 operations.
 HALF_PRECISION_PAYS_FROM = 3e11
 LITTLE_WORK = "little work"
 
@@ -60,7 +60,7 @@ class Worth:
 
         So many tokens of its prompt remain after them.
         """
-        # Tensors of these sizes, without memory of their own.
+        # Tensors of these sizes, without separate memory.
         q, k = self.q.expand(-1, -1, queries, -1), self.k.expand(-1, -1, keys, -1)
         if self.executor.dense_because(q, k, k, _SPEC) is not None:
             return LITTLE_WORK

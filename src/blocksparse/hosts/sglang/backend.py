@@ -41,7 +41,7 @@ def backend(runner: Any) -> Any:
     make = ATTENTION_BACKENDS[runner.decode_attention_backend_str]
     stock = make(runner)
     if runner.is_draft_worker:
-        return stock  # a model that drafts has its own layers, of which the configuration says nothing
+        return stock  # a model that drafts has its own layers, which the configuration does not cover
     settings = Settings.of(
         runner.model_config.model_override_args,
         Served.of(runner.model_config.hf_text_config, ranks=int(runner.server_args.tp_size)),

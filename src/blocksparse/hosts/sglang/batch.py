@@ -150,7 +150,7 @@ class Batch:
         if not split.sparse.ranges:
             return cls(split.reasons)
         longest = max(keys[request] for request in split.sparse)
-        # SGLang gives each token a slot of its own, so that every page here has one token.
+        # SGLang gives each token its own slot, so that every page here has one token.
         pages = slots[split.sparse.take(batch.req_pool_indices), :longest]
         prefills = Prefills.of(split.sparse, pages, starts=starts, keys=keys, page_size=1, remaining=remaining)
         rest = split.rest.of_tokens(starts)

@@ -45,7 +45,7 @@ class _Text(_Ending, str):
     pass
 
 
-class _Member(_Ending, StrEnum):  # each name is the one member of an enumeration of its own
+class _Member(_Ending, StrEnum):  # each name is the only member of its own enumeration
     def startswith(self, *asked: Any) -> bool:  # which PyTorch 2.11 compiles if it is written in Python
         return self.value.startswith(*asked)
 

@@ -68,7 +68,7 @@ class Batch:
     reasons: Counter[str]  # of the dense requests
     prefills: Prefills | None = None
     rest: Runs = field(factory=Runs)  # the tokens of the dense requests
-    rest_metadata: Any = None  # with which the stock backend attends to `rest` alone
+    rest_metadata: Any = None  # with which the native backend attends to `rest` alone
 
     @classmethod
     def of(

@@ -29,10 +29,10 @@ class SplitBatches:
     objects itself and reads their class attributes.
     """
 
-    stock: ClassVar[Any]  # the stock builder, which also prepares the requests that do not go sparse
+    stock: ClassVar[Any]  # the native builder, which also prepares the requests that do not go sparse
     supports_update_block_table: ClassVar[bool] = False  # another group of layers has other pages
 
-    _kinds: Kinds | None = None  # None is the stock backend alone
+    _kinds: Kinds | None = None  # None is the native backend alone
     _recorder: DensityRecorder | None = None
     _counters: Counters | None = None
 

@@ -18,7 +18,7 @@ _IN_ROWS = ("vec", "vec16")  # kernels of vLLM that keep values by token, and ke
 
 
 class Impl(SparsePrefill, CPUAttentionBackendImpl):  # type: ignore[misc]  # vLLM is not there when types are checked
-    needs_configuration = False  # whoever does not configure it gets vLLM's own backend
+    needs_configuration = False  # without a configuration vLLM's own backend runs
 
     def unreadable(self, layer: Any) -> str | None:
         isa = getattr(layer, "isa", None)  # which vLLM says after its trial runs; those read no cache

@@ -26,7 +26,7 @@ class SparsePrefill:
 
     engine: Engine | None
     layer: int
-    attention: LayerAttention | None  # None is the stock backend alone
+    attention: LayerAttention | None  # None is the native backend alone
     heads: tuple[int, int, int]  # of queries, of keys, and their dim
     kind: int  # of its pipeline, among those of the layers that share batches
     dense_because: str | None
@@ -64,7 +64,7 @@ class SparsePrefill:
         self.layer, self.attention, self.kind = -1, None, 0
         self._cold = True  # until vLLM runs the model without a batch, to measure its memory
         self.heads = num_heads, num_kv_heads or num_heads, head_size
-        self.decodes = attn_type == "decoder"  # layers of encoders have numbers of their own
+        self.decodes = attn_type == "decoder"  # layers of encoders have their own numbers
         self._layers = config.compilation_config.static_forward_context
         options = {
             "alibi_slopes": alibi_slopes,
@@ -113,7 +113,7 @@ class SparsePrefill:
 
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the keys and values in a cache: `[pages, Hkv, page_size, D]` each, with any strides."""
-        D: int = self.head_size  # type: ignore[attr-defined]  # of the stock class
+        D: int = self.head_size  # type: ignore[attr-defined]  # of the native class
         keys, values = kv_cache.split(D, dim=-1)
         return keys, values
 
@@ -154,7 +154,7 @@ class SparsePrefill:
             stock.forward(layer, *some, kv_cache, batch.rest_metadata, out, *scales)
             batch.rest.put(output, out)
         keys, values = self.pages(kv_cache)
-        scale: float = self.scale  # type: ignore[attr-defined]  # of the stock class
+        scale: float = self.scale  # type: ignore[attr-defined]  # of the native class
         self.attention(query, keys, values, output, batch.prefills, scale=scale)
         return output
 

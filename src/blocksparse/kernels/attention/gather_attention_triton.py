@@ -200,7 +200,7 @@ def _kernel(
             k_ptr, v_ptr, k_strides, v_strides, b, h_key, scale_log2, D, DV, BLOCK_D, BLOCK_DV, CAUSAL, PRECISION,
         )  # fmt: skip
 
-    tl.debug_barrier()  # with nothing in between, Triton 3.9 gives each loop's tiles shared memory of their own
+    tl.debug_barrier()  # with nothing in between, Triton 3.9 gives each loop's tiles separate shared memory
     visited = opened
     low = 0
     if not COMMIT:
@@ -238,7 +238,7 @@ def _kernel(
 
     tl.store(visited_ptr + list_at, visited)
     empty = running_sum == 0.0
-    # A row without keys is 0, also beside a value that is not finite: nothing times infinity is not.
+    # A row without keys is 0, even if a value is not finite: 0 times infinity is not 0.
     result = tl.where(empty[:, None], 0.0, accumulator / tl.where(empty, 1.0, running_sum)[:, None])
     dims_v = tl.arange(0, BLOCK_DV)
     out_at = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]

@@ -198,7 +198,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
                 result = promoted(result, relative, highest, sums)
                 relative = highest
 
-        # The border: the first scores of the next tile of queries, beside the product with the last values of this one.
+        # The border: the first scores of the next tile of queries during the product with the last values of this one.
         v_stage, v_phase = stage, phase
         stage, phase = after(stage, phase, C)
         mbarrier.arrive(q_empty.index(visit % 2), count=1)

@@ -164,7 +164,7 @@ def _add_values(
         # `unit * (1 / unit)` need not be 1: a query would learn from it whether another one of its tile left the keys out.
         rescale = rescale * tl.where(new_unit == unit, 1.0, unit * inverse)
         accumulator = accumulator * rescale[:, None]
-        # Hopper adds fp8 products in some 14 bits. Those of one tile of keys are added so, tiles to each other in fp32.
+        # Hopper adds fp8 products in about 14 bits. Products of one tile of keys are added so, and tiles in fp32.
         accumulator = tl.dot(weight.to(values.dtype), values, accumulator, max_num_imprecise_acc=values.shape[0])
     return accumulator, new_unit
 
@@ -302,7 +302,7 @@ def _kernel(
             scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, None, live, True, PRECISION
         )
 
-    # A row without keys is 0, also beside a value that is not finite: nothing times infinity is not.
+    # A row without keys is 0, even if a value is not finite: 0 times infinity is not 0.
     accumulator = tl.where((running_sum == 0.0)[:, None], 0.0, accumulator)
     if sinks_ptr is not None:  # one more logit, which has no value
         sink = tl.load(sinks_ptr + h) * 1.4426950408889634  # log2(e)

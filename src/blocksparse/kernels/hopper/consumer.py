@@ -241,7 +241,7 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
             if not BEHIND:
                 operand, sums = _made_ready(weight, sums, rescale, WEIGHT, HALF, reference)
 
-        # The border: the first scores of the next tile of queries, beside the product with the last values of this one.
+        # The border: the first scores of the next tile of queries during the product with the last values of this one.
         v_stage = step % C.STAGES
         v_phase = (step // C.STAGES) & 1
         step += 1

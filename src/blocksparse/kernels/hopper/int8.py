@@ -323,7 +323,7 @@ def step(
     sums_token = products(operands, v_bufs, v_stage, sums, ON_TOP, C)
     # Of the products in flight only the oldest one, the scores, is waited for. fp8 values have one product per piece.
     scores = warpgroup_mma_wait(C.PIECES if C.PV8 else 1, [scores_token])
-    if MASKED and C.PV8:  # the product is not kept in flight beside a masked softmax, for registers are short
+    if MASKED and C.PV8:  # the product is not kept in flight during a masked softmax, since registers are short
         result = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
         relative = highest
         mbarrier.arrive(v_empty.index(v_stage), count=1)

@@ -29,7 +29,7 @@ from blocksparse.kernels.common.names_triton import aggregate
 
 LOADER_REGISTERS = gl.constexpr(24)  # of each thread of a loading warp, once registers are reallocated
 
-# Arguments that change with the prompt's length, and that Triton must not specialise on: else it would compile anew
+# Arguments that change with the prompt's length, and that Triton must not specialise on: else it would compile again
 # when an integer is 1 or a multiple of 16, or when a pointer (that of the counts of some heads) happens to be aligned.
 # Entries of a tuple are always specialised on; strides of positions may be, for they count whole blocks.
 OF_PROMPT = [

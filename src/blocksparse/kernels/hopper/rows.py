@@ -169,7 +169,7 @@ def with_sink(highest, whole, sinks_ptr, h, target):
     top = gl.maximum(highest, sink)
     of_keys = gl.exp2(highest - top)
     total = whole * of_keys + gl.exp2(sink - top)
-    # Where the sink outweighs all keys by more than fp32 can say, the sum is infinite beside `highest`, and the mean 0.
+    # Where the sink outweighs all keys by more than fp32 can say, the sum is infinite relative to `highest`, and the mean 0.
     return top + gl.log2(total), total / of_keys
 
 

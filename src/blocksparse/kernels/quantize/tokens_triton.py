@@ -102,7 +102,7 @@ def _fma(x, y, z):
 INTERPRETED = tl.constexpr(not isinstance(_fma, triton.JITFunction))
 
 
-_TILE = 8192  # entries per program, if every token has a scale of its own
+_TILE = 8192  # entries per program, if every token has its own scale
 _BLOCK_TILE = 16384  # entries that a program holds at a time, if the tokens of a block share a scale
 _INT8_TOKENS_LIMIT = tl.constexpr(INT8_LIMIT)
 
@@ -223,7 +223,7 @@ def _int8_tokens_kernel(
     end = STEP
     if COPIES == 2 and STEP <= ROWS:
         earliest = earliest_token(index_ptr, index_strides, b, h, start, slots, STEP, ROWS)
-        end = tl.where((copy == 1) & (earliest >= plain_below), 0, STEP)  # nobody reads this block
+        end = tl.where((copy == 1) & (earliest >= plain_below), 0, STEP)  # no kernel reads this block
     if SHARED:
         for first in range(0, end, ROWS):
             x, slot, inside, there = _tokens(

@@ -30,7 +30,7 @@ from blocksparse.kernels.masks.reach_triton import numbers_of_places, with_place
 from blocksparse.kernels.select.top_k_triton import cut, first_of, width_of_rows
 from blocksparse.launch.launches import remembered
 
-# Blocks per thread, and the least width of a row: what is computed of each block is much beside a search step.
+# Blocks per thread, and the least width of a row: the computation for each block is large compared with a search step.
 _PER_THREAD, _LEAST = 8, 128
 
 # These stand in the place of a block's ticks, so that few registers are live while a row is searched.

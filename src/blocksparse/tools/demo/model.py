@@ -133,7 +133,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
             local_files_only=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
-        # Written beside and renamed, so that an interrupted run leaves no half model behind.
+        # Written under another name and renamed, so that an interrupted run leaves no half model behind.
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         network.save_pretrained(unfinished)

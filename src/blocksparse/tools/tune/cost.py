@@ -20,7 +20,7 @@ from torch import Tensor
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline
 
-DENSE = "dense"  # the name of dense attention beside those of candidates
+DENSE = "dense"  # the name of dense attention among those of candidates
 
 
 @final

@@ -36,7 +36,7 @@ class Session:
 
     bench: Bench
     model: Fingerprint
-    units: Sequence[Unit]  # what gets a choice of its own, in order
+    units: Sequence[Unit]  # the units with their own choice, in order
     prompts: Sequence[TunePrompt]
     verifier: Verifier
     about: Mapping[str, Any]

@@ -154,5 +154,5 @@ def plan_that_fits(
         cost = sum(option.cost for option in taken)
         if fits and (best is None or cost < best[0]):
             best = cost, taken, tried
-    assert best is not None  # the last try is dense, which loses nothing
+    assert best is not None  # the last try is dense, whose KL is 0
     return best[1], best[2], tries
