@@ -10,6 +10,7 @@ from attrs import evolve
 
 import blocksparse as bs
 from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.four_stages import EVERYTHING
 from blocksparse.select.selector import Selector
 from blocksparse.testing import every_preset, make_qkv
 
@@ -91,8 +92,7 @@ def test_a_call_is_then_dense_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv(N=N, Hq=2, Hkv=1, D=16)
     pipeline = every_preset["minference"](20, N, block=16)
     trace = pipeline.trace(q, k, v)
-    assert trace.dense_because is not None
-    assert "VerticalSlashTopK" in trace.dense_because
+    assert trace.dense_because == EVERYTHING
     # No work is too much for that, so the demo, which asks for masks however short a prompt, is dense as well.
     assert evolve(pipeline, executor=bs.AutoExecutor(dense_below=0)).dense_because(q, k, v, trace.spec) is not None
     shorter, given = (every_preset["minference"](20, N - 1, block=16), evolve(pipeline, executor=bs.CpuExecutor()))

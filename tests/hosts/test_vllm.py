@@ -42,7 +42,7 @@ from blocksparse.hosts.serving.metrics import Estimates
 from blocksparse.hosts.serving.runs import Runs, Split
 from blocksparse.hosts.serving.settings import Served
 from blocksparse.hosts.serving.warm import pays_from, sizes, warm
-from blocksparse.hosts.serving.worth import HALF_PRECISION_PAYS_FROM, Kinds, Worth
+from blocksparse.hosts.serving.worth import Kinds, Worth
 from blocksparse.hosts.vllm import ConfigurationError, DensityRecorder, Settings, register
 from blocksparse.hosts.vllm.batch import Batch, dense_because, part_of
 from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configured, layer_of
@@ -278,9 +278,9 @@ def test_whether_a_request_pays_follows_from_its_sizes(dense_below: float | None
 @pytest.mark.parametrize(
     ("gpu", "dtype", "given", "dense_below"),
     [
-        (True, torch.bfloat16, None, HALF_PRECISION_PAYS_FROM),
+        (True, torch.bfloat16, None, 3e11),
         (True, torch.bfloat16, 0, 0),
-        (True, torch.float32, None, None),
+        (True, torch.float32, None, 6e10),
         (False, torch.bfloat16, None, None),
     ],
 )

@@ -22,11 +22,6 @@ from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec
 
-# Floating-point operations of dense attention from which selecting blocks saves time in calls that repeat another.
-# On an H100 that is where dense attention takes .4 ms (docs/evidence/auto.md).
-HALF_PRECISION_PAYS_FROM = 2e11
-# fp32 and float64: as fp32 takes ten to twenty times as long per operation. Estimated before calls repeated.
-SINGLE_PRECISION_PAYS_FROM = 6e10
 _TILE = 128  # queries that dense attention gives a multiprocessor at a time
 
 _log = logging.getLogger(__name__)
@@ -67,6 +62,23 @@ def dense_operations(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> in
     else:
         pairs = M * (2 * N - M + 1) // 2 if spec.causal else M * N
     return 2 * B * Hq * pairs * (D + v.shape[3])
+
+
+def break_even(like: Tensor, *, in_engine: bool = False) -> float | None:
+    """The floating-point operations of dense attention from which selecting blocks saves time; None on a CPU.
+
+    A bare call competes with PyTorch's attention, and an engine's request with FlashAttention 3, which is faster.
+    Both limits are measured on an H100: 0.4 ms of the one (docs/evidence/auto.md), 0.5 ms of the other.
+
+    Args:
+        like: has the dtype and the device of the call.
+        in_engine: whether the dense attention is that of vLLM or SGLang.
+    """
+    if not like.is_cuda:
+        return None
+    if like.dtype.itemsize > 2:
+        return 6e10  # estimated: fp32 takes ten to twenty times as long per operation
+    return 3e11 if in_engine else 2e11
 
 
 def idle_factor(q: Tensor) -> float:
@@ -127,11 +139,9 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         return []
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
-        pays_from = self.dense_below
+        pays_from = break_even(q) if self.dense_below is None else self.dense_below
         if pays_from is None:
-            if not q.is_cuda:
-                return None
-            pays_from = HALF_PRECISION_PAYS_FROM if q.dtype.itemsize == 2 else SINGLE_PRECISION_PAYS_FROM
+            return None
         work = dense_operations(q, k, v, spec)
         if work >= pays_from or work * idle_factor(q) >= pays_from:
             return None

@@ -13,7 +13,7 @@ from typing import Any, final
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.execute.auto import AutoExecutor
+from blocksparse.execute.auto import AutoExecutor, break_even
 from blocksparse.four_stages import EVERYTHING, keeps_everything
 from blocksparse.hosts.serving.runs import Split
 from blocksparse.hosts.serving.settings import Settings
@@ -22,9 +22,6 @@ from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.spec import AttentionSpec
 
 _SPEC = AttentionSpec(scale=1.0)
-# An engine's own attention is faster than that of a call by itself, so more work pays there. Measured on an H100
-# compared with FlashAttention 3, which takes half a millisecond for 3e11 operations.
-HALF_PRECISION_PAYS_FROM = 3e11
 LITTLE_WORK = "little work"
 
 
@@ -46,11 +43,11 @@ class Worth:
     def of(cls, dense_below: float | None, like: Tensor, *, heads: int, kv_heads: int, head_dim: int) -> Worth:
         """
         Args:
-            dense_below: None is that of `AutoExecutor`, but `HALF_PRECISION_PAYS_FROM` on a GPU in fp16 and bf16.
+            dense_below: the work below which a request stays dense; None is `break_even` in an engine.
             like: has the dtype and the device of the layers.
         """
-        if dense_below is None and like.is_cuda and like.dtype.itemsize == 2:
-            dense_below = HALF_PRECISION_PAYS_FROM
+        if dense_below is None:
+            dense_below = break_even(like, in_engine=True)
         one = like.new_empty(())
         q, k = (one.expand(1, n, 1, head_dim) for n in (heads, kv_heads))
         return cls(AutoExecutor(dense_below=dense_below), q, k)
