@@ -21,7 +21,7 @@ _MOST_HEADS = 128  # more than models have, and fewer than prompts have tokens t
 
 
 class UnsupportedError(ValueError):
-    """Inputs that are right, but that this pipeline cannot run. `because` is the reason alone."""
+    """Valid inputs that this pipeline cannot run. `because` is the reason alone."""
 
     def __init__(self, message: str, because: str) -> None:
         super().__init__(message)
@@ -37,13 +37,13 @@ def check_inputs(
     scale: float | None,
     sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Refuse what no pipeline can run, and return q, k, v and the scale in the form that stages take.
+    """Check the inputs of a call, and return q, k, v and the scale in the form that stages take.
 
     In that form q, k and v have one dtype and the scale is above 0. Where the dtypes differ and autocast is on for
     the device, all become autocast's dtype, as in `scaled_dot_product_attention`. For a negative scale the queries
     are negated, and for a scale of 0 they become zeros. All other inputs come back as they are. A scale of None
-    means `1 / sqrt(D)`. More than 128 KV heads that are also more than the keys are warned of, since they are most
-    often tokens. Whether `sequences` fit q and k is checked when they are cut (`Sequences.parts`).
+    means `1 / sqrt(D)`. It warns of more than 128 KV heads if they outnumber the keys, since they are most often
+    tokens. Whether `sequences` fit q and k is checked when they are cut (`Sequences.parts`).
 
     Raises:
         TypeError: an input is not a plain floating-point tensor, or dtypes differ without autocast. Or the scale
@@ -104,7 +104,7 @@ def check_inputs(
 def checked(
     q: Tensor, k: Tensor, v: Tensor, asked: Asked, sequences: Sequences | None = None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """`check_inputs`, and the rest of the arguments of a call as the spec that stages take.
+    """Checked q, k and v, and the other arguments of the call as the spec that stages take.
 
     Raises:
         TypeError, ValueError: as in `check_inputs` and `AttentionSpec`, or sinks are not one per query head.
@@ -173,7 +173,7 @@ def _reach(x: Tensor, row: int) -> int:
 
 
 def refuse_mask(attn_mask: object) -> None:
-    """Refuse what stands where `scaled_dot_product_attention` takes its mask.
+    """Refuse an attention mask, the fourth argument of `scaled_dot_product_attention`.
 
     Raises:
         TypeError: it is not None.
@@ -187,7 +187,7 @@ def refuse_mask(attn_mask: object) -> None:
 
 
 def differentiates(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch notes what is computed from these for a backward pass, or carries tangents through it."""
+    """Whether PyTorch records operations on these tensors for a backward pass, or tracks tangents."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
     return under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""`Pipeline`: the call of a pipeline, and what else users ask of one. `FourStages` has what then happens."""
+"""`Pipeline`, the public interface of four stages. `FourStages` runs them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
     Args:
         repeats: whether a call on a GPU may repeat the launches of an earlier one with the same sizes, without
-            running the stages. The result has the same bits. Calls in which PyTorch computes something between our
-            kernels run their stages all the same. `evolve(pipeline, repeats=False)` is the same pipeline without.
+            running the stages. The result has the same bits. Calls with PyTorch operations between our kernels
+            always run their stages. `evolve(pipeline, repeats=False)` turns repetition off.
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give, by the type parameters that their
@@ -145,13 +145,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         history: KeyHistory | None = None,
         **asked: Unpack[Asked],
     ) -> Choice[MaskT]:
-        """Run the first three stages: which blocks a call with these arguments attends to.
+        """Return the blocks that a call with these arguments attends to, without attending.
 
             choice = pipeline.choose(q, k)
             out = pipeline.attend(q, k, v, choice).out
 
         Args:
-            v: the values, which a scorer that judges by them (`ValueScorer`) needs, and no other looks at.
+            v: the values, which only a `ValueScorer` needs.
             asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as in a call.
 
         Raises:
@@ -168,10 +168,10 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, choice: Choice[MaskT], out: Tensor | None = None
     ) -> AttentionOutput:
-        """Run the fourth stage: attend to the blocks of a choice, which may be one for other q, k or v.
+        """Attend to the blocks of a choice, which may have been made with other q, k or v.
 
         Args:
-            out: what the output is written to, `[B, Hq, M, Dv]`; a new tensor if None.
+            out: the tensor `[B, Hq, M, Dv]` for the output; a new one if None.
 
         Raises:
             TypeError, ValueError: as in a call, or the choice was made for tensors of other sizes, precision or
@@ -208,8 +208,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         """The reason why a call attends densely instead of running its stages, or None.
 
-        It is the executor's reason. Or it is that the selector keeps everything of so many tokens, by their number
-        alone, and the executor may be left out.
+        It is the executor's reason. Or the number of tokens alone shows that the selector keeps everything, and
+        the executor allows dense attention then.
         """
         return self._stages.dense_because(q, k, v, spec)
 
@@ -232,11 +232,11 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
         Of `sequences` it returns a list with the trace of each one, and None for one without queries or keys.
 
-        This takes more memory, because all values are kept. It may take more time, because blocks are chosen
+        This takes more memory, because all values are kept. It may take more time, because blocks are selected
         even where the executor then attends densely.
 
         Args:
-            done: is told each of the four values as soon as it is there, to take the time of stages, say.
+            done: called with each of the four values as soon as it exists, for example to time the stages.
         """
         refuse_mask(attn_mask)
         refuse_transforms("trace")

@@ -1,4 +1,4 @@
-"""`AttentionSpec`: which softmax attention a layer asks for, as one value."""
+"""`AttentionSpec`: the options of a layer's softmax attention, as one value."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64
 
 
 def checked_scale(scale: float) -> float:
-    """The scale as a float. Any `numbers.Real` is taken, numpy's scalars included.
+    """The scale as a float. Any `numbers.Real` is accepted, including numpy's scalars.
 
     Raises:
         TypeError, ValueError: it is not a number, or out of range.
@@ -85,9 +85,9 @@ class Asked(TypedDict, total=False):
 
 
 def check_asked(asked: Asked) -> None:
-    """Refuse what `AttentionSpec.of` refuses and a node of a graph could not, since it gets numbers and a tensor.
+    """Check the arguments that a node of a graph cannot check, since it gets numbers and a tensor.
 
-    torch.compile traces this. What the numbers in sinks are, and for how many heads, is left to the node.
+    torch.compile traces this. The node itself checks the numbers in sinks, and for how many heads they are.
 
     Raises:
         TypeError, ValueError: an argument is unknown, or not of its kind or out of its range.
@@ -127,8 +127,8 @@ class AttentionSpec:
     Args:
         scale: factor of the logits.
         causal: whether query `i` of M sees only the keys up to position `N - M + i` of N.
-        window: a sliding window: a query at position `p` sees the keys at `p - window < k <= p`, as with Hugging
-            Face's `sliding_window`. None for no window.
+        window: a sliding window in tokens. A query at position `p` sees the keys at `p - window < k <= p`, as with
+            Hugging Face's `sliding_window`. None for no window.
         softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2). None caps nothing.
         sinks: one more logit without a value, which enters the softmax denominator alone (GPT-OSS). One for all
             query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax.
@@ -161,7 +161,7 @@ class AttentionSpec:
     def of(heads: int, scale: float, asked: Asked) -> AttentionSpec:
         """The spec of a call of `heads` query heads, with a known scale.
 
-        Objects are remembered, since every call of a layer asks for one.
+        Objects are cached, since every call of a layer needs one.
 
         Raises:
             TypeError, ValueError: as in the class; or sinks are for another number of heads.
@@ -195,7 +195,7 @@ class AttentionSpec:
         }
 
     def with_remaining(self, remaining: int) -> AttentionSpec:
-        """The same at another place of the prompt. Objects are remembered, as in `of`."""
+        """The same spec with another `remaining`. Objects are cached, as in `of`."""
         return self if remaining == self.remaining else _placed(self, remaining)
 
     @property
@@ -235,7 +235,7 @@ class AttentionSpec:
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def with_sinks(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention `out` `[B, Hq, M, Dv]` without sinks and its lse `[B, Hq, M]`, as both are with them.
+        """Add the sinks to attention `out` `[B, Hq, M, Dv]` and its lse `[B, Hq, M]`, both computed without them.
 
         A query without a kept key keeps its output of 0, and has the sink as its lse; -inf where there is none.
         """

@@ -58,8 +58,8 @@ _MOST_READ = 256
 def read(x: Tensor) -> HeadValues:
     """The numbers of a tensor `[Hq]` of a layer on a GPU, for which the host waits in the first call only.
 
-    They are read again where another tensor or other memory comes, or where the tensor's version says that an op
-    wrote to it; tensors of `torch.inference_mode` have no version.
+    They are read again for another tensor or other memory, or if the tensor's version shows that an op wrote to
+    it. Tensors of `torch.inference_mode` have no version.
     """
     now = x.data_ptr(), 0 if x.is_inference() else x._version
     known = _READ.get(id(x))

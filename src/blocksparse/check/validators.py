@@ -1,4 +1,4 @@
-"""Rules for arguments, and what commands refuse: one sentence that has the name of the user's argument."""
+"""Rules for arguments. An error is one sentence with the name of the user's argument."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rule:
         what: what a value must be; the error says "'name' must be {what}".
         is_kind: whether a value has the right type; if not, a `TypeError` is raised.
         holds: whether a value of the right type is allowed; if not, a `ValueError` is raised. All are if None.
-        way_out: what to do about a wrong value, where that is not plain; it ends the error.
+        way_out: what to do about a wrong value, where that is not obvious; it ends the error.
         or_none: whether None passes as well.
     """
 

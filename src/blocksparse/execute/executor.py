@@ -36,18 +36,18 @@ class AttentionOutput:
     def visited(self) -> BlockMask | None:
         """The blocks that were computed; None if they are those of the mask.
 
-        An early stop computes fewer, and dense attention others. An executor may hand over a function in place of
-        the mask, since a call whose caller does not ask should not spend time on it.
+        An early stop computes fewer, and dense attention others. An executor may return a function in place of the
+        mask, so that calls spend no time on a mask that is not read.
         """
         return self.visit() if callable(self.visit) else self.visit
 
     @property
     def visited_lse(self) -> Tensor | None:
-        """The lse of visited pairs alone `[B, Hq, M]`, which says how much of dense attention's mass they hold."""
+        """The lse of visited pairs alone, `[B, Hq, M]`. It gives their share of dense attention's mass."""
         return self.lse if self.exact_lse is None else self.exact_lse
 
     def written_to(self, out: Tensor | None) -> AttentionOutput:
-        """The same output in `out`, to which it is copied unless it lies there; as it is if there is no `out`."""
+        """The output in `out`, copied there unless it is there already; unchanged if `out` is None."""
         if out is None:
             return self
         if out is self.out:
@@ -62,11 +62,10 @@ MaskT_contra = TypeVar("MaskT_contra", bound=BlockMask, contravariant=True)
 
 
 class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
-    """Computes softmax attention over exactly the pairs that a mask and its permutation define.
+    """Role: computes softmax attention over exactly the pairs that a mask and its permutation define.
 
     These are the pairs of all kept blocks, except those that causality or a sliding window forbids *by original
-    position*. `ReferenceExecutor` computes this definition in plain torch; all other executors are faster ways to
-    it.
+    position*. `ReferenceExecutor` computes this definition in plain torch; all other executors compute it faster.
     """
 
     @abstractmethod
@@ -165,13 +164,13 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
 
 
 def knows_no_window(mask: BlockMask) -> list[str]:
-    """The reason of an executor that does not leave out pairs outside of a sliding window, if there is one."""
+    """The reason of an executor that does not support sliding windows, if the call has one."""
     window = mask.grid.window
     return [] if window is None else [f"it knows no sliding window, and this call has one of {window} tokens"]
 
 
 def knows_no_logit_change(spec: AttentionSpec) -> list[str]:
-    """The reason of an executor that computes a plain softmax alone, if another is asked for."""
+    """The reason of an executor that supports a plain softmax alone, if the call needs another one."""
     return [] if spec.is_plain else ["it knows no softcap and no attention sinks"]
 
 
@@ -189,5 +188,5 @@ def refuse_several_orders(mask: BlockMask, kernel: str) -> None:
 
 
 def one_order(mask: BlockMask) -> GlobalPermutation:
-    """The permutation of a mask, for an executor that declares to take one order of keys, as `check` sees to."""
+    """The permutation of a mask, for an executor that takes one order of keys, which `check` makes sure of."""
     return cast(GlobalPermutation, mask.grid.permutation)

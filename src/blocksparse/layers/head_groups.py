@@ -88,7 +88,7 @@ def _groups(groups: Mapping[Heads, AnyPipeline | None]) -> Mapping[Heads, AnyPip
 @final
 @frozen(cache_hash=True)
 class HeadGroups:
-    """Several pipelines for one layer. Each attends in some KV heads and their query heads; None is dense.
+    """Several pipelines for one layer. Each runs for some KV heads and their query heads; None is dense.
 
         HeadGroups({(0, 1, 3): pbs_attn(0.9), (2,): None})(q, k, v)
 

@@ -1,4 +1,4 @@
-"""Choices of blocks that are kept: for later steps of a model, and for layers that follow.
+"""Reuse of selected blocks, in later steps of a model and in later layers.
 
 Kept         Choices that serve several steps of a model (DFSAttn, arXiv 2605.23445; HASTE).
 SameChoice   Layers that attend to what one of them chose in the same forward call (Kascade, arXiv 2512.16391).
@@ -29,7 +29,7 @@ _MOST_CALLS = 8  # of a layer in one step for one prompt, whose choices are kept
 
 
 class Kept(NamedTuple):
-    """An output `[B, Hq, M, Dv]`, the trace of its call, without scores, and the age of its choice in steps.
+    """An output `[B, Hq, M, Dv]`, the trace of its call without scores, and the age of its choice in steps.
 
     Where the call attended densely, there is the reason instead of the latter two.
     """
@@ -55,8 +55,8 @@ class KeptChoices:
             choices.begin(step, prompt)
             out = choices.attend(layer, pipeline, q, k, v, causal=False).out
 
-    What is chosen is kept for the prompt that `begin` named: the tensor itself, not what it holds. So both halves
-    of classifier-free guidance have separate choices, and a run takes none of another one's prompt. If a layer is
+    A choice belongs to the prompt that `begin` named: the tensor itself, not its contents. So both halves of
+    classifier-free guidance have separate choices, and a run takes none of another one's prompt. If a layer is
     called more often than once in a step for one prompt, its second call takes what its second call chose.
 
     A choice is renewed when it is `every` steps old, for another pipeline, for tensors of other sizes, and when
@@ -77,7 +77,7 @@ class KeptChoices:
     _kept: dict[tuple[int, int, tuple[Any, ...]], tuple[int, Choice[Any]]] = field(factory=dict, init=False)
 
     def begin(self, step: int, prompt: Tensor | None = None) -> None:
-        """Take note that calls of this step follow. A step before the last one begins another run.
+        """Begin a step, whose calls follow. A step before the last one begins another run.
 
         Args:
             prompt: a tensor that the host passes in every step of one run, or of one half of its guidance, and in
@@ -116,7 +116,7 @@ class KeptChoices:
         chooser: int | None = None,
         **asked: Unpack[Asked],
     ) -> Kept:
-        """Attend to what was chosen, or choose.
+        """Attend to the kept choice, or make one.
 
         Args:
             chooser: the layer whose choice this one takes, if that layer was called before it in this step; the
@@ -176,7 +176,7 @@ class SameChoice:
     now: _ForwardCall
 
     def begin(self) -> None:
-        """Take note that a call of this layer begins, of one prompt or of several."""
+        """Begin a call of this layer, of one prompt or of several."""
         if self.layer == self.chooser:
             self.now.number += 1
             self.now.choices.begin(self.now.number)

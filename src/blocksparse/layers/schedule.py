@@ -1,4 +1,4 @@
-"""`Schedule` says what attends in each layer, and which layers a text model has."""
+"""`Schedule`, a pipeline for each layer, and the layers of a text model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LayerPipeline = AnyPipeline | HeadGroups
 
 
 def schedule_of(pipeline: object) -> Schedule:
-    """A schedule as it is; one pipeline as the schedule in which it attends in every layer.
+    """A schedule, made from a schedule or from one pipeline for every layer.
 
     Raises:
         TypeError: it is neither.
@@ -82,7 +82,7 @@ def _check_layer(where: str, attention: object) -> None:
 @final
 @frozen(cache_hash=True)
 class Schedule:
-    """Which pipeline attends in which layer of a model. None is dense; negative indices count from the last layer.
+    """A pipeline for each layer of a model. None is dense; negative indices count from the last layer.
 
         Schedule(pbs_attn(0.9), dense=(0, 1, -1))
         Schedule(pbs_attn(0.9), layers={3: pbs_attn(0.95), 4: HeadGroups({(0, 1): mean_pooling(), (2,): None})})
@@ -152,7 +152,7 @@ class Schedule:
         return tuple(by_layer.get(layer, self.default) for layer in range(layers))
 
     def choosers(self, layers: int) -> tuple[int, ...]:
-        """The layer that chooses for each layer of a model that has `layers` layers: mostly itself.
+        """The layer that selects blocks for each layer of a model with `layers` layers: usually itself.
 
         Raises:
             TypeError, ValueError: as in `resolve`. Or layers of `same_choice` are dense, have several pipelines or

@@ -61,7 +61,7 @@ class _OnItsWay:
 @final
 @define(eq=False)
 class Audit:
-    """Estimates, while a model runs, of what its sparse attention covers and how far it is off, layer by layer.
+    """Estimates of the covered mass and the error of sparse attention, layer by layer, while a model runs.
 
         audit = Audit(rows=64, every=64, max_error=0.1, fall_back=True)
         with attach(model, pbs_attn(), audit=audit):
@@ -76,20 +76,20 @@ class Audit:
     * error, the relative L1 distance `sum|o - o'| / sum|o'|` of the output `o` from dense attention's `o'`.
 
     A bound is crossed in an audited call if the whole confidence interval of that call lies beyond it, or if an
-    output is not finite. The model never waits for a GPU because of an audit, so what a call gave counts some
+    output is not finite. The model never waits for a GPU because of an audit, so the result of a call counts some
     calls later. An audit belongs to one model. It has its own random numbers, and leaves those of torch.
 
     Args:
         rows: random queries of each head in an audited call.
-        every: one call of so many of each layer is audited.
+        every: one in `every` calls of each layer is audited.
         min_mass: bound for the covered mass, below which it is crossed; None for no bound.
         max_error: bound for the error, above which it is crossed; None for no bound.
-        on_crossed: called with a `Crossing` for each call that crosses a bound, in the thread that learns of it,
-            which runs the model or reads the audit.
+        on_crossed: called with a `Crossing` for each call that crosses a bound. It runs in the thread that detects
+            the crossing, which runs the model or reads the audit.
         fall_back: after a crossing the layer attends densely, until `resume`.
-        confidence: of the intervals.
-        window: audited calls of a layer that the estimates are over, the latest ones.
-        seed: of the random numbers.
+        confidence: confidence level of the intervals.
+        window: number of latest audited calls of a layer that the estimates cover.
+        seed: seed of the random numbers.
 
     Raises:
         TypeError, ValueError: an argument is out of range, or `on_crossed` or `fall_back` has no bound.
@@ -142,13 +142,13 @@ class Audit:
                 state.dense = False
 
     def crossed(self, layer: int) -> int:
-        """In how many calls of a layer a bound was crossed, as far as is known without waiting for a GPU."""
+        """Number of calls of a layer that crossed a bound, as far as known without waiting for a GPU."""
         self._receive(wait=False)
         with self._lock:
             return self._layers[layer].crossed if layer in self._layers else 0
 
     def begins(self, layer: int, *, may_audit: bool) -> tuple[bool, bool]:
-        """Count a call of `layer`; say whether it must be dense, and whether it must be audited."""
+        """Count a call of `layer`; return whether it must be dense, and whether it must be audited."""
         self._receive(wait=False)
         with self._lock:
             state = self._layers.setdefault(layer, _State(deque(maxlen=self.window)))

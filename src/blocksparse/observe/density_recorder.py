@@ -55,7 +55,7 @@ class DensityRecorder:
             self._ages[layer][age] += 1
 
     def choice_ages(self) -> dict[int, Counter[int]]:
-        """How many sparse calls of each layer attended to a choice of how many steps before, where it is kept."""
+        """Number of sparse calls of each layer by the age of their choice in steps, where choices are kept."""
         return {layer: Counter(ages) for layer, ages in self._ages.items()}
 
     def saw_dense(self, layer: int, reason: str) -> None:
@@ -64,11 +64,11 @@ class DensityRecorder:
             self._dense[layer][reason] += 1
 
     def sparse_calls(self) -> dict[int, int]:
-        """How many calls of each layer were sparse."""
+        """Number of sparse calls of each layer."""
         return dict(self._sparse)
 
     def dense_calls(self) -> dict[int, Counter[str]]:
-        """How many calls of each layer were dense, by reason."""
+        """Number of dense calls of each layer, by reason."""
         return {layer: Counter(reasons) for layer, reasons in self._dense.items()}
 
     def density(self) -> Tensor:

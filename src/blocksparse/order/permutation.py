@@ -53,7 +53,7 @@ class Permutation:
 
     Raises:
         TypeError: a map is not an int32 tensor.
-        ValueError: a map has the wrong number of dimensions, or `group` does not go with it.
+        ValueError: a map has the wrong number of dimensions, or `group` does not fit it.
     """
 
     k_index: Tensor | None = field(
@@ -204,7 +204,7 @@ PermutationT_co = TypeVar("PermutationT_co", bound=Permutation, covariant=True)
 
 
 class Permuter(ABC, Generic[PermutationT_co]):
-    """Decides the order of the tokens. It gives an index map and moves no token."""
+    """Role: decides the order of the tokens. It returns an index map and moves no token."""
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> PermutationT_co:
@@ -216,13 +216,13 @@ class Permuter(ABC, Generic[PermutationT_co]):
         return True
 
     def alignment(self, causal: bool) -> int:
-        """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
+        """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.
 
         A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
         `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
 
         Raises:
-            ValueError: a part may choose otherwise, and why; as in any stage that gives no other reason.
+            ValueError: a part may choose otherwise. The message has the reason, if the stage defines one.
         """
         raise unknown(self)
 

@@ -50,11 +50,11 @@ def auto(
 ) -> Preset[BlockMass]:
     """Return the default preset, with settings chosen on tasks and KL of trained models.
 
-    A causal call, as in language models, scores blocks of 128 tokens by XAttention's sums of cells of 16 x 16
-    pairs. It keeps the blocks with a share of their row's mass (`RowShare`), a thin band, and all blocks of the
-    last 128 queries of the prompt. So a call for a chunk of a prompt needs `remaining`. Another call, as in models
-    of images and video, takes `sparge`. `AutoExecutor` attends densely where that is little work, as for short
-    prompts on a GPU, and else takes the fastest executor of the device.
+    Causal calls, as in language models, score blocks of 128 tokens by XAttention's sums of cells of 16 x 16 pairs.
+    They keep the blocks with a share of their row's mass (`RowShare`), a thin band, and all blocks of the last 128
+    queries of the prompt. So a call for a chunk of a prompt needs `remaining`. Other calls, as in models of images
+    and video, run `sparge`. `AutoExecutor` attends densely where dense attention is little work, as for short
+    prompts on a GPU, and otherwise runs the fastest executor of the device.
 
     Args:
         quality: "careful" keeps more blocks and stays closest to dense attention. "balanced" keeps the answers of

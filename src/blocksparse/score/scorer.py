@@ -55,12 +55,12 @@ class BlockScores:
 
 @frozen(eq=False)
 class BlockMass(BlockScores):
-    """Scores that are non-negative and add up along a row, which a cumulative rule needs."""
+    """Non-negative scores whose sums along a row have a meaning, as cumulative rules need."""
 
 
 @frozen(eq=False)
 class BlockLogits(BlockScores):
-    """Scores that are logits: any real numbers, of which differences within a row count.
+    """Scores that are logits: any real numbers; their differences within a row count.
 
     Raises:
         TypeError, ValueError: `variance` is not of the dtype of `values`, or does not have an entry for each row.
@@ -88,10 +88,10 @@ ScoresT_co = TypeVar("ScoresT_co", bound=BlockScores, covariant=True)
 
 
 class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
-    """Says how much each block, the pairs of one row of queries and one column of keys, is worth.
+    """Role: gives the score of each block, the pairs of one row of queries and one column of keys.
 
-    It makes the grid, which defines the pairs that may be attended to at all: those that causality and a sliding
-    window leave. Selectors, executors and traces take both from the grid.
+    It makes the grid, which defines the pairs that may be attended to: those that causality and a sliding window
+    allow. Selectors, executors and traces take both from the grid.
     """
 
     @abstractmethod
@@ -120,26 +120,26 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
 
     @property
     def values_below(self) -> PerHead | None:
-        """The divergence below which a head has values, of a scorer that leaves heads out; None: all have."""
+        """The divergence below which a head has values; None if all heads have values."""
         return None
 
     def alignment(self, causal: bool) -> int:
-        """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
+        """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.
 
         A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
         `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
 
         Raises:
-            ValueError: a part may choose otherwise, and why; as in any stage that gives no other reason.
+            ValueError: a part may choose otherwise. The message has the reason, if the stage defines one.
         """
         raise unknown(self)
 
 
 class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
-    """A scorer that also asks how much the values of a block weigh in an output, as Stem does (arXiv 2603.06274).
+    """A scorer that also needs the values `v`, as Stem does (arXiv 2603.06274).
 
     Pipelines call `with_values` in place of the scorer itself, and `Pipeline.choose` then needs `v`. It keeps no
-    history, and does not stand inside another scorer.
+    history, and cannot be used inside another scorer.
     """
 
     @abstractmethod

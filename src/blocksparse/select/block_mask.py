@@ -16,7 +16,7 @@ from blocksparse.kernels.masks.reach import any_head, within_reach
 
 @frozen(eq=False)
 class BlockMask:
-    """The set of blocks that are kept.
+    """Block mask: the set of blocks that are kept.
 
     Only reachable blocks may be in it.
 
@@ -74,7 +74,7 @@ class BlockMask:
         return BlockMask(keep.expand(*self.keep.shape[:2], -1, -1), fine)
 
     def share_heads(self) -> BlockMask:
-        """The mask with one entry per KV head, which keeps what any of its query heads keeps (BFLA, eq. 14)."""
+        """The mask with one entry per KV head, the union of those of its query heads (BFLA, eq. 14)."""
         if self.keep.shape[1] != self.grid.q_heads:
             return self
         if self.keep.stride(1):

@@ -1,4 +1,4 @@
-"""Rules of position: blocks that are kept for where they stand, whatever their scores.
+"""Rules of position: blocks that are kept for their position, whatever their scores.
 
 PositionSelector   Role: selectors that look at positions alone, and their union.
 Everything         Keep every reachable block, which gives dense attention.
@@ -53,13 +53,13 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
 
     @abstractmethod
     def where(self, grid: Grid) -> Tensor:
-        """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`; the diagonal and reach are seen to."""
+        """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`; callers apply diagonal and causality."""
 
     def reads_beyond(self, tau: PerHead) -> bool:
         return False
 
     def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
-        """The rule as places that a kernel works out by itself, and rules whose `where` it is given."""
+        """The rule as places that a kernel computes itself, and rules of which it gets `where`."""
         return NOWHERE, (self,)
 
     @overload
@@ -93,7 +93,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         return BlockMask(keep.expand(grid.batch, grid.q_heads, grid.rows, grid.cols), grid)
 
     def joined(self, mask: BlockMask, grid: Grid) -> BlockMask:
-        """`mask`, which lies on the blocks of `grid`, with what the rule keeps on them, in one launch.
+        """Union of `mask`, which lies on the blocks of `grid`, and the blocks of the rule, in one launch.
 
         Where query heads share `mask`, they share what the rule keeps for any of them.
         """

@@ -21,7 +21,7 @@ MaskT_co = TypeVar("MaskT_co", bound=BlockMask, covariant=True)
 
 
 class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
-    """Decides which blocks are kept.
+    """Role: selects the blocks to keep.
 
     A selector must keep `grid.diagonal`, so that no causal query is left without a key, and may keep only
     `grid.reachable` blocks. Ties go to the lower column.
@@ -34,15 +34,15 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         """Whether every call of `M` queries and `N` keys keeps all reachable blocks.
 
-        A pipeline whose executor may attend densely then does so without scoring a block. False says nothing.
+        A pipeline whose executor may attend densely then does so without scoring a block. False means unknown.
         """
         return False
 
     @property
     def prompt_tail(self) -> int | None:
-        """How many tokens at the end of a prompt it treats apart; None where every number of `remaining` counts.
+        """Number of tokens at the end of a prompt that it treats apart; None if every value of `remaining` counts.
 
-        A selector that wraps or joins others has the greatest of theirs.
+        A selector that wraps or joins others has the greatest number of theirs.
         """
         kind: Any = type(self)  # a dataclass perhaps, which joins none of ours
         parts = [getattr(self, each.name) for each in fields(kind)] if has(kind) else []
@@ -90,13 +90,13 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
         return None
 
     def alignment(self, causal: bool) -> int:
-        """By how many tokens the queries of a call may be cut, for each part to choose as the whole call does.
+        """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.
 
         A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
         `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
 
         Raises:
-            ValueError: a part may choose otherwise, and why; as in any stage that gives no other reason.
+            ValueError: a part may choose otherwise. The message has the reason, if the stage defines one.
         """
         raise unknown(self)
 
@@ -131,7 +131,7 @@ class Union(Selector[ScoresT_contra, BlockMask]):
 @final
 @frozen(eq=False)
 class InHeads(Selector[ScoresT_contra, BlockMask]):
-    """A part of a union of which only some heads are asked for: so are they of the union."""
+    """A part of a union in which only some heads need a result, as in the union."""
 
     rule: Selector[ScoresT_contra, BlockMask]
     heads: Below

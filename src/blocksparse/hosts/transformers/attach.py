@@ -1,4 +1,4 @@
-"""`attach`: a pipeline into a transformers model."""
+"""`attach` runs the prefill of a transformers model through a pipeline."""
 
 from __future__ import annotations
 
@@ -42,19 +42,20 @@ def attach(
 
     Args:
         model: a transformers model, or a module around one, as torch.compile and PEFT make it.
-        pipeline: what attends in every layer; or a `Schedule`, which chooses by `layer_idx`.
-        min_tokens: prompts of fewer tokens than this, context and queries together, stay dense. Tokens count too
-            that the cache of a layer with a window has dropped, but not in continuous batching.
+        pipeline: a pipeline for every layer, or a `Schedule`, which chooses by `layer_idx`.
+        min_tokens: prompts of fewer tokens than this, context and queries together, stay dense. Tokens that the
+            cache of a layer with a window has dropped count too, except in continuous batching.
         min_queries: prompts with fewer queries at once stay dense. Decoding always does.
         recorder: gets a record of what each call did; if None, nothing is recorded.
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit.
         continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers
             accepts only its own names there. So "sdpa" names the pipeline until the end, for this model alone.
         min_window: layers with a sliding window of fewer tokens than this are exactly dense within it, if it hides
-            a part of the prompt. None means all windows. So are those for which an executor knows no window.
+            a part of the prompt. None means all windows. Layers whose executor does not support windows are dense
+            too.
 
     Raises:
-        TypeError: there is not one transformers model in `model`, or `pipeline` is not a pipeline.
+        TypeError: `model` does not hold exactly one transformers model, or `pipeline` is not a pipeline.
         ValueError: no attention of the model asks transformers which function to call, or a part of the model does
             arithmetic on masks. Or the model lacks a layer that the schedule names, or shares one attention among
             its layers. Or transformers is too old for `continuous_batching`.
