@@ -24,9 +24,9 @@ MaskT = TypeVar("MaskT", bound=BlockMask)
 @final
 @frozen(eq=False)
 class Trace(Generic[PermutationT, ScoresT, MaskT]):
-    """Every value of one call. The methods measure it when they are called, one row of blocks at a time.
+    """Every value of one call. The methods compute their result when they are called, one row of blocks at a time.
 
-    q, k and v are those of the call, and no copies: what is asked for later is of what they hold then. With a
+    q, k and v are those of the call, not copies: later results depend on their contents at that time. With a
     sliding window, dense attention means dense attention within it.
     """
 
@@ -55,7 +55,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
     def covered_mass(self) -> Tensor:
         """The share of the dense attention weights that lies on visited pairs, mean over queries, `[B, Hq]`.
 
-        A sink lies on no pair, so what it takes of the softmax does not count.
+        A sink is not a pair, so its share of the softmax does not count.
         """
         total = self.q.new_zeros(self.q.shape[:2], dtype=torch.float64)
         for row in range(self.visited.grid.rows):

@@ -82,7 +82,7 @@ class PageTable:
     def sequences(
         self, query_lengths: Sequence[int] | Tensor, *, remaining: Sequence[int] | Tensor | None = None
     ) -> Sequences:
-        """The requests with so many queries each, for a call with `q` `[1, Hq, sum(query_lengths), D]`.
+        """The `Sequences` of a call of these requests with `q` `[1, Hq, sum(query_lengths), D]`.
 
         Args:
             query_lengths: the queries of each request, its last tokens.
@@ -102,7 +102,8 @@ class PageTable:
                 are the halves `cache.split(D, dim=-1)`. Where tokens stand before heads, transpose both.
 
         Raises:
-            TypeError: keys and values are not in one floating-point dtype that pipelines take; fp8 is none.
+            TypeError: keys and values do not have one floating-point dtype that pipelines take. They do not take
+                fp8.
             ValueError: their sizes or devices do not fit each other or the table, one of them requires grad, or a
                 page of a table on a CPU does not exist.
         """
@@ -115,7 +116,7 @@ class PageTable:
         return k, v
 
     def gather_one(self, request: int, keys: Tensor, values: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of one request, `[1, Hkv, length, D]` and `[..., Dv]`, in memory that is there.
+        """The keys and values of one request, `[1, Hkv, length, D]` and `[..., Dv]`, in given memory.
 
         Args:
             request: its row in the table, from 0 on.

@@ -1,4 +1,4 @@
-"""`Sequences` says where several prompts lie in one q, k and v: packed one behind the other, or padded."""
+"""`Sequences`: the positions of several prompts in one q, k and v, packed one behind the other, or padded."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Sequences(OpaqueBase):
 
         Raises:
             TypeError: the entries are not whole numbers.
-            ValueError: they do not begin with 0 and rise, or the two have not as many entries.
+            ValueError: they do not begin with 0 and rise, or the two differ in length.
         """
         lengths = _steps("cu_seqlens_q", cu_seqlens_q)
         if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:  # the host need not wait for it twice

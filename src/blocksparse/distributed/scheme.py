@@ -101,7 +101,7 @@ class Scheme(ABC):
     def shard(self, x: Tensor, dim: int = 2, *, before: int = 0, causal: bool = True) -> Tensor:
         """This rank's tokens of `x`, which has those of all ranks along its dimension `dim`.
 
-        It cuts where the scheme wants shards to be cut: `shard(torch.arange(N), 0)` are the positions of this
+        It cuts where the scheme needs shards to be cut. `shard(torch.arange(N), 0)` are the positions of this
         rank's tokens.
 
         Args:
@@ -191,14 +191,14 @@ def attend_whole(
 ) -> AttentionOutput:
     """Attention of `q` `[B, Hq, M, D]`, the last queries of a causal call, to `k` `[B, Hkv, N, D]`.
 
-    Blocks are chosen before `v` is waited for, unless the scorer judges by values. The output says which blocks
-    were visited, unless it is dense.
+    Blocks are selected before the wait for `v`, unless the scorer needs values. The output has the visited blocks,
+    unless it is dense.
 
     Args:
-        permuter: what orders tokens instead of the pipeline's own permuter.
+        permuter: replaces the pipeline's own permuter.
 
     Raises:
-        ValueError: the call is for an lse, and the executor gives none.
+        ValueError: the call needs an lse, and the executor gives none.
     """
     if dense:
         return AttentionOutput(dense_attention(q, k, v(), call.spec), None)

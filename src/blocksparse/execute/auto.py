@@ -36,7 +36,7 @@ _REFERENCE = ReferenceExecutor()
 @final
 @frozen(eq=False)
 class ExecutorChoice:
-    """Which executor runs, and every reason why each one before it cannot."""
+    """The executor that runs, and every reason why each one before it cannot."""
 
     executor: Executor[GlobalPermutation, BlockMask] | None  # None is dense attention, without any mask
     refused: dict[str, list[str]]
@@ -120,12 +120,12 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     work and `dense_below`.
 
     Args:
-        dense_below: floating-point operations, below which a call is dense; with 0 no call has that little work.
-            None, the default, is 2e11 in fp16 and bf16, as measured on an H100 for calls that repeat an earlier
-            one. That is 5K tokens with 32 heads of dim 128, or 14K tokens with 4 heads. In fp32 the default is
-            6e10, estimated from its lower rate. Other GPUs take the same numbers until they are measured: `python
-            -m benchmarks.run crossover`. On a CPU None is never dense. The break-even length of a CPU depends on
-            its cores and the dtype (docs/evidence/cpu.md has two examples), and `blocksparse bench` measures it.
+        dense_below: floating-point operations below which a call is dense; with 0 none is. None, the default, is
+            2e11 in fp16 and bf16, as measured on an H100 for calls that repeat an earlier one. That is 5K tokens
+            with 32 heads of dim 128, or 14K tokens with 4 heads. In fp32 the default is 6e10, estimated from its
+            lower rate. Other GPUs use the same numbers until they are measured: `python -m benchmarks.run
+            crossover`. On a CPU None is never dense. The break-even length of a CPU depends on its cores and the
+            dtype (docs/evidence/cpu.md has two examples), and `blocksparse bench` measures it.
 
     Raises:
         TypeError, ValueError: `dense_below` is not a number of operations.

@@ -1,4 +1,4 @@
-"""The default on a CPU: a kernel compiled for it; without one, kept keys gathered, and dense attention to them."""
+"""The default on a CPU: a compiled kernel, or without one, dense attention to the gathered kept keys."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
     row keeps. With a sliding window there is a fourth part: keys that only the first queries of a row still see,
     in plain products. It takes any permutation, dtype and head dim, and holds the keys of a few rows at a time. It
     computes in fp32 or better. Where the CPU has matrix units for bf16 (Intel's AMX), bf16 is multiplied as it is
-    and summed in fp32, as in dense attention there. The flash kernel knows no softcap, so that with one all
+    and summed in fp32, as in dense attention there. The flash kernel does not support softcaps, so with one all
     products are plain, which takes longer.
     """
 
@@ -346,7 +346,7 @@ def takes_dense(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def about_kernel() -> str:
-    """A phrase: that attention on this CPU runs by the compiled kernel, or why not."""
+    """A phrase for error messages: attention on this CPU runs by the compiled kernel, or the reason why not."""
     found = cpu_kernel()
     if found.why_not is not None:
         return f"no compiled kernel: {found.why_not}"
@@ -354,7 +354,7 @@ def about_kernel() -> str:
 
 
 def compile_kernels() -> list[tuple[Path | None, float]]:
-    """Compile the kernels again: where each is, None if it cannot be kept, and how many seconds that took.
+    """Compile the kernels again. Return the path of each, None if it cannot be kept, and the seconds it took.
 
     Raises:
         UserError: one cannot be compiled.

@@ -205,8 +205,8 @@ def to_flash_attention_4(mask: BlockMask) -> Any:
     """The mask as flash-attn-4's `BlockSparseTensorsTorch`, with one list per query head.
 
     Raises:
-        ValueError: the mask has a sliding window, which block lists do not say; or its rows read keys in orders of
-            their own.
+        ValueError: the mask has a sliding window, which block lists cannot express, or its rows read keys in
+            different orders.
     """
     refuse_several_orders(mask, "flash-attn-4")
     if mask.grid.window is not None:

@@ -1,4 +1,4 @@
-"""A check of what every executor must guarantee."""
+"""A test of the guarantees of every executor."""
 
 from __future__ import annotations
 
@@ -186,8 +186,7 @@ class _Call:
     def check_bad_keys(self) -> None:
         """Require that a key which is NaN reaches only the queries that attend to it.
 
-        An executor that approximates may round the other keys otherwise, for example because their mean is
-        another.
+        An executor that approximates may round the other keys differently, for example because their mean differs.
         """
         held, k = self.held, self.k
         pairs, before = _pairs(held), self.run(mask=held).out

@@ -36,15 +36,15 @@ def attach(
     audit: Audit | None = None,
     family: Family | None = None,
 ) -> Attachment:
-    """Let `pipeline` attend wherever tokens of pictures or videos attend to one another in `model`.
+    """Run `pipeline` wherever tokens of pictures or videos attend to one another in `model`.
 
     This lasts until `detach()` is called, or for a `with` block:
 
         with attach(pipe.transformer, sparge(order=HilbertOrder()), dense_steps=range(5)):
             pipe(prompt)
 
-    Attention is not causal. Orders without a grid get that of each call. Text in the same sequence is always kept,
-    as keys of all queries and with all keys for its own queries. Its padding is left out.
+    Attention is not causal. Orders without a grid get the grid of each call. Text in the same sequence is always
+    kept, as keys of all queries and with all keys for its own queries. Its padding is left out.
 
     Args:
         model: the transformer of a pipeline, one of the classes in `FAMILIES`.
@@ -63,11 +63,11 @@ def attach(
         audit: compares a few random queries of some sparse calls with dense attention; None for no audit. Where
             choices are kept, it reports how much mass they still cover. A layer that crosses a bound chooses
             again, or the layer whose choice it takes does in the next step.
-        family: how a model that is not known lays out its tokens.
+        family: the token layout of a model that is not known.
 
     Raises:
         TypeError: `model` is not a model of diffusers, or `pipeline` is not a pipeline.
-        ValueError: the model is not known, is attached already, or lacks a layer that the schedule names; or an
+        ValueError: the model is not known, is attached already, or lacks a layer that the schedule names. Or an
             order places text by itself.
     """
     if not isinstance(model, ModelMixin):

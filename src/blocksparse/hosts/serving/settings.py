@@ -1,4 +1,4 @@
-"""`Settings`: what the configuration `{"blocksparse": {...}}` of an engine asks for, checked when it starts."""
+"""`Settings`: the checked configuration `{"blocksparse": {...}}` of an engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Host:
 @final
 @frozen(eq=False)
 class Settings:
-    """Which pipeline attends in which layer, and in which requests.
+    """The pipeline of each layer, and the requests for which it runs.
 
     Args:
         layers: the pipeline of each layer; None is dense.
@@ -91,7 +91,7 @@ class Settings:
         min_queries: requests with fewer queries in one step are dense. Decoding always is.
         dense_below: requests with less work than this are dense, as in `AutoExecutor`.
         record: keep a record of what each call did.
-        audit: estimates, from some of the calls, what the others lose; its bounds are for the log.
+        audit: estimates the error of all calls from some of them; crossed bounds are logged.
     """
 
     layers: tuple[LayerPipeline | None, ...]

@@ -1,4 +1,4 @@
-"""Whether it pays that a request goes sparse, for each of the different pipelines of an engine's layers.
+"""Whether sparse attention saves time for a request, for each of the different pipelines of an engine's layers.
 
 Worth   `Worth`: whether it pays that a request goes sparse, by its sizes alone, before any layer runs.
 Kinds   `Kinds`: the different pipelines of an engine's layers, and how a batch is split for each.
@@ -31,8 +31,8 @@ class Worth:
     """The requests that stay in the native backend because selecting blocks would save nothing.
 
     Args:
-        executor: whose `dense_below` says how much work is little.
-        q, k: `[1, Hq, 1, D]` and `[1, Hkv, 1, D]`, of whose kind the tensors of the layers are.
+        executor: its `dense_below` is the work below which requests stay dense.
+        q, k: `[1, Hq, 1, D]` and `[1, Hkv, 1, D]`, with the heads, dtype and device of the layers.
     """
 
     executor: AutoExecutor
