@@ -30,9 +30,8 @@ from blocksparse.spec import AttentionSpec
 class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     """Score by `causal` in a causal call, as for text, and by `otherwise` in another, as for images and video.
 
-    Only the chosen scorer runs. The two may use different block sizes; `SelectorByCausality`
-    chooses among them. What it says of histories is what `causal` says, since prompts are read in chunks where
-    calls are causal.
+    Only the chosen scorer runs. The two may use different block sizes; `SelectorByCausality` chooses among them.
+    Histories are those of `causal`, since prompts are prefilled in chunks where calls are causal.
     """
 
     causal: Scorer[PermutationT_contra, ScoresT_co] = field(validator=a(Scorer))

@@ -83,7 +83,7 @@ class KeyHistory:
         This is what scorers call. The result must not be written to.
 
         Args:
-            name: of what is computed; with `block` it says whose results these are.
+            name: name of the results. Together with `block` it identifies them.
             k: `[B, Hkv, N, D]`, all keys so far.
             permutation: that of the call, which must leave keys in place.
             block: tokens per block.

@@ -1,6 +1,6 @@
 """Units with their own choice, what candidates do there, and what they cost.
 
-Unit   `Unit` gets a choice of its own: a layer, or some KV heads of one. `Probe` is what a candidate does
+Unit   `Unit` gets its own choice: a layer, or some KV heads of one. `Probe` is what a candidate does
        there.
 Line   What candidates cost: times on the device, and a line of time over density for each candidate.
 """
