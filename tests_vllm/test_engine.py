@@ -154,7 +154,7 @@ def test_the_last_queries_of_prompts_that_share_steps(run: Run) -> None:
     assert ours["mixed"] > 0
 
 
-def test_a_request_turns_sparsity_off(run: Run, stock: dict[str, Any]) -> None:
+def test_a_request_turns_sparsity_off(run: Run) -> None:
     """One of two prompts of a step does; a word that is neither true nor false is ignored."""
     one, other = alone(480)["requests"][0], alone(450)["requests"][0]
     requests = [one | {"extra_args": {"blocksparse": False}}, other | {"extra_args": {"blocksparse": "off"}}]

@@ -670,10 +670,13 @@ def test_what_a_worker_knows_of_its_requests() -> None:
 def test_versions_that_tell_nothing_and_words_that_mean_nothing(caplog: pytest.LogCaptureFixture) -> None:
     watch(Worker)
     assert Worker(SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a"]))).execute_model(step(1)) is None
-    assert "this version of vLLM does not tell how long prompts are" in caplog.text
+    assert "vLLM does not tell here how long prompts are" in caplog.text
     batch = SimpleNamespace(req_ids=["a"], num_reqs=1, num_tokens_no_spec=np.array([70]))
     worker = Worker(SimpleNamespace(input_batch=batch))
     assert worker.execute_model(step(1, a={"blocksparse": "off"})) == [(70, False)]
+    assert not vars(worker)["blocksparse_requests"].some_turned_off
+    worker.execute_model(step(1, a={"blocksparse": False}))
+    assert vars(worker)["blocksparse_requests"].some_turned_off
     assert "must be false or true, and is ignored: 'off'" in caplog.text
 
 

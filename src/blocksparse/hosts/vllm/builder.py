@@ -113,9 +113,12 @@ class SplitBatches:
         pictures = getattr(common, "mm_req_doc_ranges", None) or {}
         own = {request: "mask" for request, ranges in pictures.items() if ranges}
         remaining, running = None, Requests.running.get()  # None in trial runs, which have no requests
-        if running is not None and (told := running.of_rows(len(lengths), getattr(common, "req_idx", None))):
+        told = running and running.of_rows(len(lengths), getattr(common, "req_idx", None))
+        if told is not None:
             remaining = [max(request.known - tokens, 0) for request, tokens in zip(told, lengths, strict=True)]
             own |= {row: TURNED_OFF for row, request in enumerate(told) if request.turned_off}
+        elif running is not None and running.some_turned_off:
+            dense = TURNED_OFF
         made: dict[Runs, Batch] = {}
         splits = kinds.splits(starts, lengths, dense=dense, own=own, remaining=remaining)
         if self._counters is not None:

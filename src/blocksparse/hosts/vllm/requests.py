@@ -39,8 +39,13 @@ class Requests:
             given = getattr(new.sampling_params, "extra_args", None) or {}
             (self._turned_off.add if _turns_off(given.get(KEY, True)) else self._turned_off.discard)(new.req_id)
 
+    @property
+    def some_turned_off(self) -> bool:
+        """Whether any request of the engine turned this library off, in this step or not."""
+        return bool(self._turned_off)
+
     def of_rows(self, rows: int, places: Sequence[int] | None) -> list[Request] | None:
-        """The request of each row of a batch; None where this version of vLLM does not tell.
+        """The request of each row of a batch; None where vLLM does not tell.
 
         Args:
             rows: of the batch. Those that pad it stand at its end.
@@ -49,8 +54,8 @@ class Requests:
         runner = self._worker.model_runner
         try:
             if hasattr(runner, "req_states"):
-                if places is None:
-                    return None
+                if places is None:  # of hybrid models
+                    raise AttributeError("the batches of this model have no req_idx")
                 states = runner.req_states
                 names = [states.index_to_req_id[place] for place in places]
                 known = states.prefill_len.np[places].tolist()
@@ -107,7 +112,7 @@ def _say_ignored_once(value: str) -> None:
 @lru_cache(maxsize=1)
 def _warn_once(error: str) -> None:
     _log.warning(
-        "blocksparse: this version of vLLM does not tell how long prompts are, so each chunk counts as the end of "
-        "its prompt, and no request can turn blocksparse off: %s",
+        "blocksparse: vLLM does not tell here how long prompts are, so each chunk counts as the end of its "
+        "prompt, and a request that turns blocksparse off turns it off for all while it runs: %s",
         error,
     )
