@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +15,7 @@ from attrs import frozen
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.observe import Audit, AuditedPipeline, Crossing, Estimate
 from blocksparse.observe.estimate import draw, ratio, row_sums
@@ -265,27 +267,30 @@ def test_an_executor_without_lse_is_refused() -> None:
         row_sums(trace, 16, generator())
 
 
-def test_table_and_prometheus_have_a_line_per_layer() -> None:
+def test_the_table_and_prometheus_have_a_line_per_layer() -> None:
+    client = pytest.importorskip("prometheus_client")
     audit = Audit(16, 2, max_error=0.01)
+    (registry := client.CollectorRegistry(auto_describe=True)).register(audit)
     called(audit, without(0), layer=0, times=4)
     AuditedPipeline(without(0), 7, audit)  # makes no call
     heading, line = audit.table().splitlines()
     assert heading.split()[:3] == ["layer", "calls", "audited"]
     assert line.split()[:3] == ["0", "4", "2"]
     assert line.split()[-2:] == ["2", "sparse"]
-    text = audit.prometheus()
-    assert 'blocksparse_audit_calls_total{layer="0"} 4\n' in text
-    assert 'blocksparse_audit_crossed_total{layer="0"} 2\n' in text
-    assert 'blocksparse_audit_dense{layer="0"} 0\n' in text
-    mass = audit.layers()[0].covered_mass
-    assert mass is not None
-    assert f'blocksparse_audit_covered_mass{{layer="0",of="low"}} {mass.low:.10g}\n' in text
-    sample = re.compile(r'[a-z_]+\{layer="\d+"(,of="[a-z]+")?\} (-?[0-9.e+-]+|NaN|[+-]Inf)')
-    for line in text.splitlines():
-        assert line.startswith("# ") or sample.fullmatch(line), line
-    kinds = re.findall(r"# TYPE (\S+) (\S+)", text)
-    assert len(kinds) == len(set(kinds)) == 6
-    assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds)
+    (found,) = audit.layers()
+    assert found.covered_mass is not None
+    for name, labels, value in (
+        ("calls_total", {}, 4), ("audited_total", {}, 2), ("crossed_total", {}, 2), ("dense", {}, 0),
+        ("covered_mass", {"of": "low"}, found.covered_mass.low),
+    ):  # fmt: skip
+        assert registry.get_sample_value(f"blocksparse_audit_{name}", {"layer": "0", **labels}) == value
+    assert b"# TYPE blocksparse_audit_error gauge" in client.generate_latest(registry)
+
+
+def test_without_a_client_prometheus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(UserError, match="prometheus_client is not installed: pip install prometheus_client"):
+        Audit().collect()
 
 
 @pytest.mark.parametrize(

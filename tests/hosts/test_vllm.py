@@ -208,6 +208,7 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
         {"blocksparse": {"preset": "a_shape", "audit": {"every": 3, "rows": 16, "max_error": 1e-6}}}, SERVED, HOST
     )
     assert settings.audit is not None
+    pytest.importorskip("prometheus_client")
     pipeline, estimates = a_shape(sink=16, local=32, block=16), Estimates(settings.audit)
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
     audited, plain = (LayerAttention(pipeline, 2, None, Workspace(160), its) for its in (estimates, None))

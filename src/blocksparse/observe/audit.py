@@ -20,7 +20,7 @@ from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.observe.estimate import Crossing, Estimate, LayerAudit, prometheus, ratio, row_sums, table
+from blocksparse.observe.estimate import Crossing, Estimate, LayerAudit, families, ratio, row_sums, table
 from blocksparse.spec import Asked, AttentionSpec
 
 
@@ -127,13 +127,18 @@ class Audit:
         """A line per layer: calls, audited calls, covered mass and error with their intervals, crossings."""
         return table(self.layers())
 
-    def prometheus(self) -> str:
-        """Counters and gauges of every layer in Prometheus' text format, for an exporter to serve.
+    def collect(self) -> list[Any]:
+        """Counters and gauges of every layer, as `prometheus_client` asks a collector for them.
+
+            prometheus_client.REGISTRY.register(audit)
 
         It does not wait for audits that a GPU still computes: the next scrape has them.
+
+        Raises:
+            UserError: `prometheus_client` is not installed.
         """
         self._receive(wait=False)
-        return prometheus(self._all())
+        return families(self._all())
 
     def resume(self) -> None:
         """Let layers that fell back to dense attention be sparse again."""

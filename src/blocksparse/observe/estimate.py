@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
-from typing import final
+from typing import Any, final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from blocksparse.check.validators import UserError
 from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.layers.head_groups import AnyTrace
 
@@ -112,47 +113,41 @@ def table(layers: Sequence[LayerAudit]) -> str:
     return "\n".join(lines)
 
 
-_COUNTERS: dict[str, tuple[str, Callable[[LayerAudit], int]]] = {
-    "calls_total": ("Sparse attention calls.", lambda x: x.calls),
-    "audited_total": ("Sparse attention calls that were audited.", lambda x: x.audited),
-    "crossed_total": ("Audited calls in which a bound was crossed.", lambda x: x.crossed),
-}
-_ESTIMATES: dict[str, tuple[str, Callable[[LayerAudit], Estimate | None]]] = {
-    "covered_mass": ("Share of the dense attention weights on visited pairs.", lambda x: x.covered_mass),
-    "error": ("Relative L1 distance of the output from dense attention.", lambda x: x.error),
-}
+def families(layers: Sequence[LayerAudit]) -> list[Any]:
+    """What was found as metrics of `prometheus_client`: three counters and three gauges with the label `layer`.
 
-
-def prometheus(layers: Sequence[LayerAudit]) -> str:
-    """Prometheus' text format, version 0.0.4: three counters and three gauges with the label `layer`."""
-    lines: list[str] = []
-
-    def metric(name: str, kind: str, about: str, samples: Sequence[tuple[str, float]]) -> None:
-        lines.extend((f"# HELP blocksparse_audit_{name} {about}", f"# TYPE blocksparse_audit_{name} {kind}"))
-        lines.extend(f"blocksparse_audit_{name}{{{labels}}} {_written(value)}" for labels, value in samples)
-
-    for name, (about, count) in _COUNTERS.items():
-        metric(name, "counter", about, [(f'layer="{x.layer}"', count(x)) for x in layers])
-    for name, (about, estimate) in _ESTIMATES.items():
-        known = [(x.layer, found) for x in layers if (found := estimate(x)) is not None]
-        samples = [
-            (f'layer="{layer}",of="{of}"', number)
-            for layer, found in known
-            for of, number in (("estimate", found.value), ("low", found.low), ("high", found.high))
-        ]
-        metric(name, "gauge", about, samples)
-    metric(
-        "dense",
-        "gauge",
-        "Whether the layer fell back to dense attention.",
-        [(f'layer="{x.layer}"', x.dense) for x in layers],
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _written(value: float) -> str:
-    """A number as Prometheus reads it: it wants NaN and +Inf where Python writes nan and inf."""
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(float(value)), f"{value:.10g}")
+    Raises:
+        UserError: `prometheus_client` is not installed.
+    """
+    try:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    except ModuleNotFoundError:
+        raise UserError("prometheus_client is not installed: pip install prometheus_client") from None
+    names = {
+        "calls": "Sparse attention calls.",
+        "audited": "Sparse attention calls that were audited.",
+        "crossed": "Audited calls in which a bound was crossed.",
+    }
+    found: list[Any] = []
+    for name, about in names.items():
+        found.append(counter := CounterMetricFamily(f"blocksparse_audit_{name}", about, labels=["layer"]))
+        for x in layers:
+            counter.add_metric([str(x.layer)], getattr(x, name))
+    names = {
+        "covered_mass": "Share of the dense attention weights on visited pairs.",
+        "error": "Relative L1 distance of the output from dense attention.",
+    }
+    for name, about in names.items():
+        found.append(gauge := GaugeMetricFamily(f"blocksparse_audit_{name}", about, labels=["layer", "of"]))
+        for x in layers:
+            if (estimate := getattr(x, name)) is not None:
+                for of, value in (("estimate", estimate.value), ("low", estimate.low), ("high", estimate.high)):
+                    gauge.add_metric([str(x.layer), of], value)
+    about = "Whether the layer fell back to dense attention."
+    found.append(gauge := GaugeMetricFamily("blocksparse_audit_dense", about, labels=["layer"]))
+    for x in layers:
+        gauge.add_metric([str(x.layer)], x.dense)
+    return found
 
 
 _AT_ONCE = 8  # queries of each head; their logits over 131,072 keys and 32 heads take 128 MiB

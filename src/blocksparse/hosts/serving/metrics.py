@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
-from typing import Any, NamedTuple, final
+from functools import cache
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -20,23 +20,30 @@ from blocksparse.layers.head_groups import AnyTrace, HeadGroupsTrace
 from blocksparse.observe.audit import Audit
 
 PROMPTS, TOKENS = "blocksparse_prompts", "blocksparse_prompt_tokens"
+DENSITY = "Work of the latest audited call as a share of dense attention's."
 
 
-@lru_cache(maxsize=1)
-def _counters_exported() -> tuple[Any, Any]:
-    """Counters of this process; None in their places without `prometheus_client`, which servers bring.
+@cache
+def _counters() -> tuple[Any, Any]:
+    """Counters of this process, by `prometheus_client`, which engines bring.
 
     Where PROMETHEUS_MULTIPROC_DIR is set, the counters of all processes of a server are added up in that folder.
     """
-    try:
-        from prometheus_client import Counter as Exported
-    except ModuleNotFoundError:
-        return None, None
+    from prometheus_client import Counter as Exported
+
     what = "in one step, by whether they were sparse, or why not"
     return (
         Exported(PROMPTS, f"Prompts, or chunks of them, {what}", ["attention"]),
         Exported(TOKENS, f"Their tokens {what}", ["attention"]),
     )
+
+
+@cache
+def _gauge(name: str, about: str, *labels: str) -> Any:
+    """A gauge of this process. With a process per GPU, each with some of the heads, the latest number counts."""
+    from prometheus_client import Gauge
+
+    return Gauge(name, about, labels, multiprocess_mode="mostrecent")
 
 
 @final
@@ -60,42 +67,15 @@ class Counters:
         """Add the prompts of one step, by the kind of layers in which most of them are sparse."""
         split = max(splits, key=lambda split: len(split.sparse))
         prompts, tokens = split.reasons + Counter(sparse=len(split.sparse)), split.queries
-        exported = _counters_exported()
-        for mine, found, metric in zip((self.prompts, self.tokens), (prompts, tokens), exported, strict=True):
+        for mine, found, metric in zip((self.prompts, self.tokens), (prompts, tokens), _counters(), strict=True):
             for attention, n in found.items():
                 if n and attention != "decode":
                     mine[attention] += n
-                    if metric is not None:
-                        metric.labels(attention).inc(n)
+                    metric.labels(attention).inc(n)
 
     def __str__(self) -> str:
         found = (f"{n} x {what} ({self.tokens[what]} tokens)" for what, n in self.prompts.most_common())
         return f"prompts: {', '.join(found) or 'none'}"
-
-
-class _Gauges(NamedTuple):
-    covered_mass: Any
-    error: Any
-    density: Any
-
-
-@lru_cache(maxsize=1)
-def _estimates_exported() -> _Gauges | None:
-    """Gauges of this process; None without `prometheus_client`, which servers bring."""
-    try:
-        from prometheus_client import Gauge
-    except ModuleNotFoundError:
-        return None
-
-    def gauge(name: str, about: str, *labels: str) -> Any:
-        # With a process per GPU, each of which has some of the heads, the latest number counts.
-        return Gauge(f"blocksparse_audit_{name}", about, labels, multiprocess_mode="mostrecent")
-
-    return _Gauges(
-        gauge("covered_mass", "Share of the dense attention weights on visited pairs.", "layer", "of"),
-        gauge("error", "Relative L1 distance of the output from dense attention.", "layer", "of"),
-        gauge("density", "Work of the latest audited call as a share of dense attention's.", "layer"),
-    )
 
 
 @final
@@ -125,14 +105,12 @@ class Estimates:
             arrived.record()
         before = self._densities.pop(layer, None)
         self._densities[layer] = density, arrived
-        if (gauges := _estimates_exported()) is None:
-            return
+        density_of = _gauge("blocksparse_audit_density", DENSITY, "layer").labels(layer)
         for value, there in (before, self._densities[layer]) if before else (self._densities[layer],):
             if there is None or there.query():
-                gauges.density.labels(layer).set(float(value))
-        for found in self.audit.layers(wait=False):
-            for gauge, estimate in ((gauges.covered_mass, found.covered_mass), (gauges.error, found.error)):
-                if estimate is not None:
-                    for of in ("low", "high"):
-                        gauge.labels(found.layer, of).set(getattr(estimate, of))
-                    gauge.labels(found.layer, "estimate").set(estimate.value)
+                density_of.set(float(value))
+        for family in self.audit.collect():
+            if family.type == "gauge":  # counters of several processes would be added up
+                for sample in family.samples:
+                    gauge = _gauge(family.name, family.documentation, *sample.labels)
+                    gauge.labels(**sample.labels).set(sample.value)
