@@ -1,4 +1,4 @@
-"""Names that are not public are in one file, Triton's in another; a PyTorch without its own is still of use."""
+"""Names that are not public are in one file, Triton's in another; a PyTorch without its own is named."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-
-from blocksparse.launch import torch_private
+import torch
 
 SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 HOME = SOURCE / "launch" / "torch_private.py"
@@ -73,45 +71,27 @@ forward_ad._current_level, torch.overrides._x(), torch.ops.aten._softmax, torch.
     }
 
 
-# A PyTorch that has none of these names. It goes on using them itself: they are hidden from this library alone.
+# A PyTorch that lacks one of these names. It goes on using it itself: it is hidden from this library alone.
 WITHOUT = """
-import builtins, torch, torch._dynamo
-hidden = {
-    "torch._library.opaque_object", "torch._opaque_base", "torch._custom_class_base", "torch._C._functorch",
-    "torch.utils._python_dispatch",
-    "torch.utils._pytree", "torch.utils._device", "torch._inductor.cpp_builder", "torch._inductor.exc",
-}
+import builtins, torch
 real = builtins.__import__
 def without(name, globals=None, *rest):
-    if name in hidden and (globals or {}).get("__name__") == "blocksparse.launch.torch_private":
-        raise ImportError(name)
+    if name == "torch.utils._pytree" and (globals or {}).get("__name__") == "blocksparse.launch.torch_private":
+        raise ImportError(f"no module named {name}")
     return real(name, globals, *rest)
 builtins.__import__ = without
 
-import blocksparse as bs
-x = torch.rand(1, 2, 256, 32)
-pipeline = bs.pbs_attn(executor=bs.ReferenceExecutor())
-assert torch.isfinite(pipeline(x, x, x)).all()
-for call in (
-    lambda: torch.compile(pipeline, fullgraph=True)(x, x, x),
-    lambda: bs.pbs_attn(executor=bs.FlexExecutor())(x, x, x),
-):
-    try:
-        call()
-        print("no error")
-    except Exception as error:
-        print(str(error).replace("\\n", " "))
+import blocksparse
 """
 
 
 @pytest.mark.slow
-def test_a_pytorch_without_them_says_what_is_off() -> None:
+def test_a_pytorch_without_them_is_named() -> None:
     result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    compiled, flex = result.stdout.splitlines()
-    assert "lacks torch._library.opaque_object, so torch.compile and torch.func cannot take calls" in compiled
-    assert "lacks torch.utils._python_dispatch._get_current_dispatch_mode, by which one sees" in flex
-    assert "no C++ compiler" in flex
+    said = (
+        f"blocksparse runs with PyTorch 2.11 to 2.15, and this is {torch.__version__}: no module named torch.utils"
+    )
+    assert said in result.stderr
 
 
 @pytest.mark.slow
@@ -119,15 +99,3 @@ def test_importing_it_prints_nothing() -> None:
     """PyTorch logs a warning for each of its older names."""
     result = subprocess.run([sys.executable, "-c", "import blocksparse"], capture_output=True, text=True)
     assert result.stdout + result.stderr == ""
-
-
-def test_without_its_level_forward_mode_may_always_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not torch_private.under_forward_mode()
-    monkeypatch.setattr(torch_private, "forward_ad", SimpleNamespace())
-    assert torch_private.under_forward_mode()
-
-
-def test_without_a_tracing_state_operations_may_always_be_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not torch_private.operations_are_noted()
-    monkeypatch.setattr(torch_private, "_tracing", None)
-    assert torch_private.operations_are_noted()

@@ -172,7 +172,8 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         done(scores)
         mask = self.selector(scores)
         check_gave(self._types.mask, mask)
-        mask.grid.check_fits(q, k, permutation, spec)
+        if mask.grid is not scores.grid:
+            mask.grid.check_fits(q, k, permutation, spec)
         done(mask)
         return permutation, scores, mask
 

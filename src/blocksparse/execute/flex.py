@@ -30,7 +30,6 @@ from blocksparse.launch.torch_private import (
     compile_disabled,
     cpp_compiler,
     many_variants,
-    no_questions,
     of_static_shape,
     under_a_dispatch_mode,
 )
@@ -49,8 +48,6 @@ def uncompiled_because() -> str | None:
         return "under an active TorchDispatchMode torch.compile does nothing"
     if torch.compiler.is_compiling():
         return None
-    if missing := no_questions():
-        return f"{missing}, by which one sees whether it is"
     if not compile_disabled() and _compiled_question()():
         return None
     return "torch.compile is switched off (by TORCHDYNAMO_DISABLE=1 or torch.compiler.set_stance)"

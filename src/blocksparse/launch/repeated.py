@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blocksparse.launch.replay import NotRepeated, Recording, current, device_of
 from blocksparse.launch.torch_modes import is_transformed
-from blocksparse.launch.torch_private import NO_DISPATCH_MODES, under_a_function_mode, under_forward_mode
+from blocksparse.launch.torch_private import under_a_function_mode, under_forward_mode
 
 Key = tuple[object, ...]
 """All that a call depends on, and whose it is."""
@@ -197,7 +197,7 @@ def _recorded(key: Key, run: Callable[..., Result], tensors: tuple[Tensor, ...],
 def _key(run: Callable[..., Any], tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Key | None:
     """All that a call may depend on but the contents of its tensors; None for a call that is not repeated."""
     first = tensors[0]
-    if not first.is_cuda or NO_DISPATCH_MODES is not None or torch.version.hip is not None:
+    if not first.is_cuda or torch.version.hip is not None:
         return None
     if is_transformed() or under_forward_mode() or under_a_function_mode():
         return None  # something stands between calls of PyTorch and what they do
