@@ -149,6 +149,10 @@ def test_refusals_are_one_sentence(options: list[str], sentence: str, capsys: py
         (["--lengths", "1024,,2"], "argument --lengths: it must be a whole number, at least 1: "),
         (["--heads", "0"], "argument --heads: it must be a whole number, at least 1: 0"),
         (["--seconds", "nan"], "argument --seconds: it must be a number of seconds, at least 0: nan"),
+        (
+            ["--seed", str(2**63)],
+            "argument --seed: it must be a whole number from 0 to 2**63 - 1: 9223372036854775808",
+        ),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(

@@ -73,6 +73,7 @@ def test_arguments_that_are_not_understood_exit_with_2(
     [
         (UserError("this cannot be, do that"), 1, "blocksparse some: this cannot be, do that\n"),
         (KeyboardInterrupt(), 130, "blocksparse some: interrupted\n"),
+        (OSError(28, "No space left", "x"), 1, "blocksparse some: [Errno 28] No space left: 'x'\n"),
     ],
 )
 def test_what_users_cause_has_a_status_and_no_traceback(

@@ -259,7 +259,7 @@ def test_figures_that_are_not_known_are_null() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["/nowhere"], "'--model' must be a folder that a transformers model was saved in: /nowhere"),
+        (["/nowhere"], "the model must be a folder that a transformers model was saved in: /nowhere"),
         (["TINY", "/nowhere"], "'TEXT' must be a readable UTF-8 text: /nowhere"),
         (["TINY", "--tokens", "5"], "'--tokens' must be at least 128: 5"),
         (["TINY", "--tokens", "2000"], "'--tokens' must be at most 1024, what the model can read: 2000"),

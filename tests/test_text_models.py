@@ -173,3 +173,39 @@ def test_other_families_are_refused_in_one_sentence(
     assert status == 1
     assert len(said) == 1
     assert sentences[command] in said[0]
+
+
+def spoiled(folder: Path, how: str) -> None:
+    """Make the saved model one that cannot be read, lacks weights, or holds NaN."""
+    weights = folder / "model.safetensors"
+    if how == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif how == "without a head":
+        network = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        network.model.save_pretrained(folder)
+    else:
+        network = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        torch.nn.init.constant_(network.model.norm.weight, float("nan"))
+        network.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("cut", "the model must be a causal language model with its tokenizer: "),
+        ("without a head", "lacks lm_head.weight"),
+        ("nan", "that are not finite"),
+    ],
+    ids=["cut", "without a head", "nan"],
+)
+def test_spoiled_models_are_refused_in_one_sentence(
+    how: str, sentence: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(WORKS["llama"](), tmp_path / "llama")
+    spoiled(folder, how)
+    capsys.readouterr()
+    assert run(command, folder, tmp_path / "out") == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"blocksparse {command}: ")]
+    assert len(said) == 1
+    assert sentence in said[0]

@@ -505,7 +505,7 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
     [
         (
             ["no-such-model"],
-            "the model cannot be loaded; it must be a folder that a transformers model was saved in",
+            "the model must be a folder that a transformers model was saved in",
         ),
         (["MODEL", "--device", "none"], "'--device' cannot be used: none: "),
         (

@@ -56,7 +56,7 @@ def add_to(commands: Commands) -> None:
         metavar="S",
         help="seconds for the timed calls of a row, at least three calls",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
+    parser.add_argument("--seed", type=_seed, default=0, help="seed of the random inputs")
     add_json(parser)
 
 
@@ -115,6 +115,12 @@ def _run(parsed: argparse.Namespace) -> int:
 def _size(written: str) -> int:
     if not written.isdecimal() or int(written) < 1:
         raise argparse.ArgumentTypeError(f"it must be a whole number, at least 1: {written}")
+    return int(written)
+
+
+def _seed(written: str) -> int:
+    if not written.isdecimal() or int(written) >= 2**63:
+        raise argparse.ArgumentTypeError(f"it must be a whole number from 0 to 2**63 - 1: {written}")
     return int(written)
 
 

@@ -227,11 +227,7 @@ def _load(folder: Path, device: str | None) -> Model:
         place = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
     except (RuntimeError, AssertionError) as error:
         raise TuneError(f"'--device' cannot be used: {device}: {str(error).splitlines()[0]}") from None
-    try:
-        return load(folder, device=place)
-    except UserError as error:
-        reason = str(error).removeprefix("'--model' must be ")
-        raise TuneError(f"the model cannot be loaded; it must be {reason}") from None
+    return load(folder, device=place)
 
 
 def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[TunePrompt], Sequence[TunePrompt]]:

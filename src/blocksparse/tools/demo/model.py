@@ -45,8 +45,8 @@ class Model:
         """Refuse a model that `inspect` and `demo` would read wrongly; two prompts of 8 tokens are read.
 
         Raises:
-            UserError: it takes no other attention function, is not causal, or makes its logits otherwise than
-                `logits_of` does.
+            UserError: it takes no other attention function, is not causal, makes its logits otherwise than
+                `logits_of` does, or its logits are not finite.
         """
         from blocksparse.hosts.transformers import attach
 
@@ -67,6 +67,8 @@ class Model:
                 "some configs need is_decoder=True"
             )
         own = network(ids, use_cache=False).logits[..., -1, :].float()
+        if not own.isfinite().all():
+            raise UserError(f"{name} gives logits that are not finite: its weights may be damaged")
         ours = logits_of(network, hidden[..., -1, :])
         if not torch.allclose(ours, own, rtol=0.05, atol=0.05 * float(own.abs().max())):
             raise UserError(
@@ -86,20 +88,29 @@ def load(folder: Path, *, device: torch.device) -> Model:
     """The transformers model saved in `folder`, in the dtype of `dtype_for`.
 
     Raises:
-        UserError: the folder holds no causal language model with a tokenizer.
+        UserError: the folder holds no causal language model with all of its weights and a tokenizer.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
-        raise UserError(f"'--model' must be a folder that a transformers model was saved in: {folder}")
+        raise UserError(f"the model must be a folder that a transformers model was saved in: {folder}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         # Its attention is sdpa where transformers knows that for the model, and else the model's own.
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_for(device), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        network, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype_for(device), local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # of whichever library reads a damaged file
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"'--model' must be a causal language model with its tokenizer: {folder}: {str(error).splitlines()[0]}"
+            f"the model must be a causal language model with its tokenizer: {folder}: {reason}"
         ) from None
+    if missing := sorted(found["missing_keys"]):
+        others = f" and {len(missing) - 1} others" if missing[1:] else ""
+        raise UserError(
+            f"the model must have all weights of {type(network).__name__}, or they would be random: {folder} "
+            f"lacks {missing[0]}{others}"
+        )
     return Model(network.to(device).eval(), tokenizer, folder.name, device)
 
 

@@ -120,7 +120,10 @@ def run(settings: Settings, console: Console, *, progress: Console) -> list[Row]
         UserError: the model, the text or a number does not allow it.
     """
     text = _read(settings.text)
-    settings.out.mkdir(parents=True, exist_ok=True)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"'--out' must be a folder, which may be made: {settings.out}: {error}") from None
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
