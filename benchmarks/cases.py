@@ -66,7 +66,7 @@ class Plan:
     head_dims: tuple[int, ...]  # rates, blocks
     wide: tuple[tuple[int, int], ...]  # wide: head dims of keys and of values
     wide_densities: tuple[float, ...]  # wide
-    kernel_lengths: tuple[int, ...]  # rates, wide, blocks, eight_bit, gather, s2o, choosing; windows the first
+    kernel_lengths: tuple[int, ...]  # rates, wide, blocks, eight_bit, gather, s2o; windows the first
     densities: tuple[float, ...]  # rates, eight_bit
     blocks: tuple[tuple[int, int], ...]  # blocks; the first is what all else takes
     block_densities: tuple[float, ...]  # blocks
@@ -81,7 +81,7 @@ class Plan:
     growth: tuple[tuple[int, float], ...]  # growth: length, share of each row's blocks
     crossover: tuple[tuple[int, int, int], ...]  # crossover: query heads, queries, keys
     serving: tuple[Served, ...]
-    D: int  # eight_bit, gather, stages, s2o, calls, growth, crossover, choosing
+    D: int  # eight_bit, gather, stages, s2o, calls, growth, crossover
     layers: tuple[tuple[int, int, int], ...]  # windows: head dim, query heads, KV heads
     windows: tuple[int, ...]
     cpu: tuple[tuple[int, int, int, tuple[float, ...]], ...]  # cpu: tokens, D, block; densities

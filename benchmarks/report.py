@@ -145,16 +145,6 @@ def windows(rows: list[Row]) -> str:
     return table(["head dim, heads", "mask", "density", "TFLOP/s", *others], body)
 
 
-def choosing(rows: list[Row]) -> str:
-    body = [
-        [tokens(row["N"]), name, cell(density, 3)]
-        + [milliseconds(ms_of(row, figure)) for figure in (name, f"{name}, chosen")]
-        for row in rows
-        for name, density in row.get("densities", {}).items()
-    ]
-    return table(["tokens", "scores", "density", "scores, ms", "choosing, ms"], body)
-
-
 def eight_bit(rows: list[Row]) -> str:
     body = []
     for row in rows:
@@ -465,7 +455,6 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "eight_bit": ("8 bits, TFLOP/s over kept blocks", eight_bit),
     "whole_blocks": ("Not causal, in whole blocks, TFLOP/s over kept blocks", whole_blocks),
     "gather": ("Keys through index maps, TFLOP/s over visited blocks", gather),
-    "choosing": ("Choosing blocks, ms", choosing),
     "stages": ("Stages, ms", stages),
     "s2o": ("S2O, ms", s2o),
     "calls": ("Whole calls", calls),

@@ -24,7 +24,6 @@ import torch
 from benchmarks import (
     audit_table,
     call_tables,
-    choosing_table,
     crossover_table,
     eight_bit_tables,
     gather_tables,
@@ -42,7 +41,7 @@ from benchmarks.timing import reason
 
 # Calls and serving last: they capture graphs, and after the profiler of the latter launches take longer.
 GPU_TABLES = (
-    "rates", "wide", "blocks", "windows", "eight_bit", "whole_blocks", "gather", "choosing", "stages", "s2o",
+    "rates", "wide", "blocks", "windows", "eight_bit", "whole_blocks", "gather", "stages", "s2o",
     "growth", "crossover", "audit", "calls", "serving",
 )  # fmt: skip
 
@@ -143,7 +142,6 @@ def main() -> None:
         "eight_bit": eight_bit_tables.eight_bit,
         "whole_blocks": whole_block_tables.whole_blocks,
         "gather": gather_tables.gather,
-        "choosing": choosing_table.choosing,
         "stages": stage_tables.stages,
         "s2o": s2o_tables.s2o,
         "growth": stage_tables.growth,

@@ -15,7 +15,6 @@ from attrs import evolve
 from benchmarks import (
     audit_table,
     call_tables,
-    choosing_table,
     concept_pictures,
     crossover_table,
     kernel_tables,
@@ -163,13 +162,6 @@ def test_the_check_sees_what_a_layer_asks_for(wrong: dict[str, Any]) -> None:
     whole = everything(q, k, block=32)
     with pytest.raises(WrongOutputError):
         check(bs.ReferenceExecutor()(q, k, v, whole, plain).out, q, k, v, mask, spec=spec)
-
-
-def test_choosing_is_timed_for_each_scorer() -> None:
-    rows = list(choosing_table.choosing(PLAN, CPU))
-    assert [row["N"] for row in rows] == list(PLAN.kernel_lengths)
-    assert all(figure["ms"] > 0 for figure in rows[0]["figures"].values())
-    assert "| 128 | mean pooling | 1.000 |" in TABLES["choosing"][1](rows)
 
 
 def absent(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:

@@ -13,7 +13,7 @@ import blocksparse as bs
 from blocksparse.testing import make_qkv
 from tests import stages
 
-Masses = "a BlockMass is scores that are non-negative and add up along a row"
+Masses = "a BlockMass is non-negative scores whose sums along a row have a meaning"
 REFERENCE, TRITON, EARLY = bs.ReferenceExecutor(), bs.TritonExecutor(), bs.GatherExecutor(0.1)
 
 
