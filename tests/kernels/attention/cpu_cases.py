@@ -209,7 +209,8 @@ def main() -> None:
     patches: list[Any] = []
     if a.flags:
         path = Path(tempfile.mkdtemp()) / "kernel.so"
-        compiled.compile_file(cpu_attention.SOURCE, path, a.flags.split())
+        command = [*compiled._command(), *a.flags.split(), str(cpu_attention.SOURCE), "-o", str(path)]
+        compiled._compile(command, path.parent)
         loaded = compiled.Loaded(ctypes.PyDLL(str(path)), path, None)
         patches.append(mock.patch.object(cpu_attention, "cpu_kernel", return_value=loaded))
     if a.own_threads:

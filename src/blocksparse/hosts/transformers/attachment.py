@@ -98,8 +98,7 @@ class Attachment:
             else:
                 AttentionInterface.register(key, adapter.attend)
                 AttentionMaskInterface.register(key, adapter.mask)
-                if (place := PrefillInPlace.put(adapter.modules, adapter.prompt)) is not None:
-                    places.append(place)
+                places.append(PrefillInPlace.put(adapter.modules, adapter.prompt))
             for config, name in before:
                 # The public setter would also set sub-configs.
                 config._attn_implementation_internal = ending_name(SDPA if continuous_batching else key, name, key)

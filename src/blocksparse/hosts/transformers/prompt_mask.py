@@ -226,11 +226,9 @@ class PrefillInPlace:
     method: Any = field(init=False)
 
     @classmethod
-    def put(cls, modules: frozenset[int], prompt: KnownPrompt) -> PrefillInPlace | None:
-        """Take the place of the method; None where this version of transformers has none."""
-        before = getattr(GenerationMixin, "_prefill", None)
-        if before is None:
-            return None
+    def put(cls, modules: frozenset[int], prompt: KnownPrompt) -> PrefillInPlace:
+        """Take the place of the method."""
+        before = GenerationMixin._prefill
         self = cls(modules, prompt, before)
 
         def _prefill(

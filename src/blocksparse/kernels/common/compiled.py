@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -191,15 +191,6 @@ def compile_for_wheel(source: Path, folder: Path) -> list[Path]:
         _compile([*_compiler(), *FLAGS, *flags, str(source), "-o", str(path)], folder)
         made.append(path)
     return made
-
-
-def compile_file(source: Path, to: Path, flags: Sequence[str] = ()) -> None:
-    """Compile `source` for this CPU, with more flags, as for a sanitizer.
-
-    Raises:
-        UnavailableError: the compiler is missing, or it fails.
-    """
-    _compile([*_command(), *flags, str(source), "-o", str(to)], to.parent)
 
 
 def _command() -> list[str]:
