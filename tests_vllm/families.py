@@ -1,4 +1,4 @@
-"""Which layers go sparse in each model that vLLM knows and transformers has a configuration of: JSON by model type.
+"""Which layers go sparse in each model that vLLM and transformers know: JSON by model type.
 
 Models are made without weights, from the default configuration of their type.
 """

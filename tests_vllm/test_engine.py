@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from blocksparse import a_shape
 from blocksparse.hosts.transformers import attach
 from conftest import HERE, Run
 from mixes import EAGER, EVERYTHING, SOME, alone, mix
-from tiny_model import VOCABULARY, gemma
+from tiny_model import VOCABULARY, gemma, gpt_oss
 
 
 def rows(result: dict[str, Any]) -> list[tuple[int, float | None, str]]:
@@ -192,13 +193,24 @@ def test_short_requests_and_layers_without_a_pipeline(run: Run) -> None:
     ]
 
 
-def test_windows_and_softcaps_are_dense(run: Run, tmp_path: Path) -> None:
-    model = str(gemma(tmp_path / "gemma"))
-    requests = [alone(300, chunk=128)]
-    ours = run(requests, SOME | EAGER, model=model, num_gpu_blocks_override=128)
+@pytest.mark.parametrize("make", [lambda folder: gemma(folder, "sliding_attention", "full_attention"), gpt_oss])
+def test_softcaps_and_sinks(run: Run, tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """The same tokens in the dense limit; layers with a window stay dense."""
+    model, requests = str(make(tmp_path)), [alone(300, chunk=128), alone(200)]
+    ours = run(requests, EVERYTHING | EAGER, model=model, num_gpu_blocks_override=128)
     assert ours["tokens"] == run(requests, plugins="", model=model, num_gpu_blocks_override=128)["tokens"]
-    assert [dense for _, _, dense in rows(ours)] == ["7 x decode, 3 x sliding window", "7 x decode, 3 x softcap"]
-    assert "no layer of this model goes sparse (sliding window, softcap), so the backend changes" in ours["log"]
+    (_, _, window), full = rows(ours)
+    assert window == "14 x decode, 4 x sliding window"
+    assert full == (4, 1.0, "14 x decode")
+    sparse = run(requests, SOME | EAGER, model=model, num_gpu_blocks_override=128)
+    assert sparse["tokens"] != ours["tokens"]
+
+
+def test_a_model_without_sparse_layers(run: Run, tmp_path: Path) -> None:
+    model = str(gemma(tmp_path, "sliding_attention", "sliding_attention"))
+    ours = run([alone(300)], SOME | EAGER, model=model, num_gpu_blocks_override=128)
+    assert {(sparse, dense) for sparse, _, dense in rows(ours)} == {(0, "7 x decode, 1 x sliding window")}
+    assert "no layer of this model goes sparse (sliding window), so the backend changes nothing" in ours["log"]
 
 
 def test_drafts_are_verified_densely(run: Run) -> None:

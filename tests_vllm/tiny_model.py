@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 VOCABULARY = 512
 SIZES: dict[str, Any] = {
@@ -28,12 +35,22 @@ def llama(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def gemma(folder: Path) -> Path:
-    """Save a Gemma 2 of two layers: the first has a window, and both a softcap."""
+def gemma(folder: Path, *kinds: str) -> Path:
+    """Save a Gemma 2 whose layers all have a softcap; those of the kind "sliding_attention" have a window too."""
     torch.manual_seed(0)
-    config = Gemma2Config(
-        **SIZES,
-        sliding_window=64,
-    )
-    Gemma2ForCausalLM(config).eval().save_pretrained(folder)
+    config = Gemma2Config(**SIZES, sliding_window=64, layer_types=list(kinds))
+    model = Gemma2ForCausalLM(config).eval()
+    model.get_input_embeddings().weight.data.mul_(0.1)  # or each token would be followed by itself
+    model.save_pretrained(folder)
+    return folder
+
+
+def gpt_oss(folder: Path) -> Path:
+    """Save a GPT-OSS of two layers with attention sinks, the first of which has a window."""
+    torch.manual_seed(0)
+    config = GptOssConfig(**SIZES, sliding_window=64, num_local_experts=2, num_experts_per_tok=1)
+    model = GptOssForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    model.save_pretrained(folder)
     return folder

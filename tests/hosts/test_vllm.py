@@ -243,6 +243,21 @@ def test_what_stands_behind_a_prompt_in_its_page_is_not_read() -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_a_layer_has_its_softcap_and_sinks(dense: bool) -> None:
+    """Also where its executor cannot run."""
+    q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
+    own: dict[str, Any] = {"softcap": 3.0, "sinks": torch.tensor([0.5, -1.0, 2.0, float("-inf")])}
+    pipeline = a_shape(sink=16, local=32, block=16)
+    attend = LayerAttention(
+        evolve(pipeline, executor=Int8Executor()) if dense else pipeline, 7, None, Workspace(160), **own
+    )
+    out = torch.empty_like(q)
+    attend._attend(q, k, v, out, attend.asked(0.3))
+    expected = dense_attention(q, k, v, AttentionSpec(scale=0.3, **own))
+    torch.testing.assert_close(out, expected if dense else pipeline(q, k, v, scale=0.3, **own))
+
+
 def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
     common = batch_of([1, 3], [40, 30])
     found = split([1, 3], [40, 30])
@@ -563,9 +578,8 @@ def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
         ({"head_size": 512}, "head dim above 256"),
         ({"options": {"sliding_window": 128}}, "sliding window"),
         ({"options": {"alibi_slopes": [0.5]}}, "position bias"),
-        ({"options": {"logits_soft_cap": 30.0}}, "softcap"),
-        ({"options": {"logits_soft_cap": 0, "sinks": None}}, None),
-        ({"options": {"sinks": torch.zeros(4)}}, "attention sinks"),
+        ({"options": {"logits_soft_cap": 30.0, "sinks": torch.zeros(4)}}, None),
+        ({"options": {"sinks": None, "alibi_slopes": [0.5]}}, "position bias"),
         ({"options": {"something_new": 1}}, "something_new"),
     ],
 )

@@ -63,13 +63,23 @@ _log = logging.getLogger(__name__)
 @final
 @frozen(eq=False)
 class LayerAttention:
-    """Attends in one layer to the sparse prompts of a batch, records it, and audits some of it."""
+    """Attends in one layer to the sparse prompts of a batch, records it, and audits some of it.
+
+    Args:
+        softcap, sinks: as of a call of the pipeline; `sinks` `[Hq]`.
+    """
 
     pipeline: LayerPipeline
     layer: int
     recorder: DensityRecorder | None
     workspace: Workspace
     estimates: Estimates | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def asked(self, scale: float | None, remaining: int = 0) -> Asked:
+        """The arguments of a call of the pipeline."""
+        return {"scale": scale, "softcap": self.softcap, "sinks": self.sinks, "remaining": remaining}
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefills: Prefills, *, scale: float
@@ -88,8 +98,8 @@ class LayerAttention:
         for request in prefills.longest_first():
             start, stop = prefills.rows[request]
             q, rows = (x[start:stop].transpose(0, 1)[None] for x in (query, out))  # [1, Hq, M, D]
-            asked: Asked = {"scale": scale, "remaining": prefills.remaining[request]}
             room = self.workspace.room(keys, values)
+            asked = self.asked(scale, prefills.remaining[request])
             self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, asked)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, asked: Asked) -> None:
@@ -102,7 +112,8 @@ class LayerAttention:
         except UnsupportedError as error:
             _warn_once(self.layer, error.because)
             self._saw_dense(error.because)
-            out.copy_(dense_attention(q, k, v, _spec_of(asked)))
+            assert asked["scale"] is not None  # an engine always gives it
+            out.copy_(dense_attention(q, k, v, AttentionSpec.of(q.shape[1], asked["scale"], asked)))
             return
         if trace.dense_because is not None:
             self._saw_dense(trace.dense_because)
@@ -115,12 +126,6 @@ class LayerAttention:
     def _saw_dense(self, reason: str) -> None:
         if self.recorder is not None:
             self.recorder.saw_dense(self.layer, reason)
-
-
-def _spec_of(asked: Asked) -> AttentionSpec:
-    scale = asked["scale"]
-    assert scale is not None  # an engine always gives it
-    return AttentionSpec(scale=scale)
 
 
 @lru_cache(maxsize=1024)

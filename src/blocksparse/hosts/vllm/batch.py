@@ -19,9 +19,10 @@ _KINDS = {"encoder": "not causal", "encoder_only": "not causal", "encoder_decode
 _NOT_PLAIN = {
     "alibi_slopes": "position bias",
     "sliding_window": "sliding window",
-    "logits_soft_cap": "softcap",
-    "sinks": "attention sinks",
 }
+
+
+_KNOWN = ("logits_soft_cap", "sinks")  # a pipeline takes them
 
 
 def dense_because(
@@ -36,7 +37,7 @@ def dense_because(
     if attn_type != "decoder":
         return _KINDS.get(attn_type, attn_type)
     for name, value in options.items():
-        if value is not None and not (name == "logits_soft_cap" and value == 0):
+        if value is not None and name not in _KNOWN:
             return _NOT_PLAIN.get(name, name)
     if kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch.")):
         return f"KV cache in {kv_cache_dtype}"

@@ -98,7 +98,8 @@ class Engine:
         Args:
             query, out: `[tokens, Hq, D]`; what is in `out` is overwritten.
         """
-        kind = attention.pipeline, worth.q.shape, worth.k.shape, query.dtype
+        plain = attention.softcap is None, attention.sinks is None
+        kind = attention.pipeline, plain, worth.q.shape, worth.k.shape, query.dtype
         if kind not in self._warmed:
             self._warmed.add(kind)
             seconds = warm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from attrs import evolve
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 
@@ -79,6 +80,7 @@ class SparsePrefill:
             options=options | more,
         )
         self.dense_because = self._reason
+        self._softcap, self._sinks = logits_soft_cap or None, more.get("sinks")
 
     def place(self, name: str, layer: Any) -> None:
         """Learn which layer of the model this is, which vLLM does not say when it makes this object."""
@@ -88,7 +90,8 @@ class SparsePrefill:
         reason = self._reason or self.unreadable(layer) or self._drafts(name)
         attention = reason or self.engine.attention(self.layer)
         if isinstance(attention, LayerAttention):
-            self.attention, self.dense_because = attention, None
+            self.attention = evolve(attention, softcap=self._softcap, sinks=self._sinks)
+            self.dense_because = None
         else:
             self.attention, self.dense_because = None, attention
 
