@@ -179,6 +179,12 @@ def test_a_graph_refuses_what_a_call_refuses(under: Any, name: str, value: Any, 
             call(q, k, v)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_jit_trace_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^torch\.jit\.trace would keep the blocks of its example"):
+        torch.jit.trace(lambda *x: bs.mean_pooling()(*x), tuple(make_qkv()), check_trace=False)
+
+
 @pytest.mark.parametrize("called", ["pipeline", "groups"])
 def test_a_trace_in_a_graph_is_refused(called: str) -> None:
     q, k, v = make_qkv(N=40, D=8)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from blocksparse.batch.sequences import Sequences
-from blocksparse.launch.torch_modes import AUTOCAST_TAKES, DTYPES
+from blocksparse.launch.torch_modes import AUTOCAST_TAKES, DTYPES, refuse_tracing
 from blocksparse.launch.torch_private import under_forward_mode
 from blocksparse.spec import Asked, AttentionSpec, checked_scale
 
@@ -48,8 +48,10 @@ def check_inputs(
     Raises:
         TypeError: an input is not a plain floating-point tensor, or dtypes differ without autocast. Or the scale
             is not a number, `causal` is not a bool, or `sequences` is not a `Sequences`.
-        ValueError: ranks, sizes or devices do not fit, an input requires grad, or the scale is out of range.
+        ValueError: ranks, sizes or devices do not fit, an input requires grad, the scale is out of range, or
+            torch.jit.trace follows the call.
     """
+    refuse_tracing()
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_kind(name, x)
     if not q.device == k.device == v.device:

@@ -1110,6 +1110,32 @@ def test_models_that_share_a_config_share_no_pipeline() -> None:
     assert config._attn_implementation == "sdpa"
 
 
+def test_a_function_of_users_is_not_replaced() -> None:
+    """It may add a bias, say, which a pipeline would leave out."""
+
+    def theirs(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
+        return sdpa_attention_forward(module, q, k, v, mask, **more)
+
+    model = make("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(AttentionInterface._global_mapping, "theirs", theirs)
+        model.set_attn_implementation("theirs")
+        with pytest.raises(
+            ValueError, match=r"LlamaForCausalLM attends by .theirs., a function of .*test_transformers that"
+        ):
+            attach(model, SPARSE)
+    model.set_attn_implementation("sdpa")
+    with attach(model, SPARSE), attach(model, SPARSE):  # a function of this library is not theirs
+        model(tokens(60))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_a_model_is_not_traced_with_the_blocks_of_an_example() -> None:
+    model = make("llama")
+    with attach(model, SPARSE), pytest.raises(ValueError, match=r"^torch\.jit\.trace would keep the blocks"):
+        torch.jit.trace(model, tokens(60), check_trace=False)
+
+
 def test_what_fails_while_attaching_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, recorder = make("llama"), tokens(60), DensityRecorder()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,19 @@ def is_checkpointed() -> bool:
     while frame is not None and frame.f_code is not forward:
         frame = frame.f_back
     return frame is not None
+
+
+def refuse_tracing() -> None:
+    """Refuse to be followed by `torch.jit.trace`, which would keep the blocks of its example for all inputs.
+
+    Raises:
+        ValueError: it follows this call.
+    """
+    if cast(Any, torch.jit).is_tracing():
+        raise ValueError(
+            "torch.jit.trace would keep the blocks of its example for all inputs: use torch.compile or "
+            "torch.export"
+        )
 
 
 def is_transformed() -> bool:

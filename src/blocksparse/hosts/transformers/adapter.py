@@ -24,6 +24,7 @@ from blocksparse.hosts.transformers.dense import dense
 from blocksparse.hosts.transformers.layer import LayerAttention, Outcomes
 from blocksparse.hosts.transformers.mask_request import mask_of
 from blocksparse.hosts.transformers.prompt_mask import KnownPrompt, PromptMask, going_on
+from blocksparse.launch.torch_modes import refuse_tracing
 
 
 @final
@@ -51,6 +52,7 @@ class Adapter:
 
     def mask(self, **request: Any) -> Tensor | PromptMask | None:
         """None where all keys are seen; in place of any other mask a `PromptMask`."""
+        refuse_tracing()
         return mask_of(**request)
 
     def attend(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blocksparse.check.per_head import read_again
 from blocksparse.check.validators import flag, optional, shown, size, whole
@@ -57,8 +58,9 @@ def attach(
     Raises:
         TypeError: `model` does not hold exactly one transformers model, or `pipeline` is not a pipeline.
         ValueError: no attention of the model asks transformers which function to call, or a part of the model does
-            arithmetic on masks. Or the model lacks a layer that the schedule names, or shares one attention among
-            its layers. Or transformers is too old for `continuous_batching`.
+            arithmetic on masks. Or its attention function is not one of transformers. Or the model lacks a layer
+            that the schedule names, or shares one attention among its layers. Or transformers is too old for
+            `continuous_batching`.
     """
     model = _inside(model)
     read_again()  # sinks that were written to since, which not every write says of itself
@@ -82,6 +84,7 @@ def attach(
     adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes)
     configs = _configs(model)
     _refuse_own_masks(model)
+    _refuse_own_functions(configs, model)
     _refuse_shared(configs, adapter.modules, model)
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
 
@@ -119,6 +122,21 @@ def _refuse_own_masks(model: PreTrainedModel) -> None:
             raise ValueError(
                 f"{type(model).__name__} cannot change its attention function: its {reader} does arithmetic on "
                 "the mask, which has no numbers for a pipeline; call it yourself, in its attention's place"
+            )
+
+
+def _refuse_own_functions(configs: Iterable[Any], model: PreTrainedModel) -> None:
+    """Refuse a model whose attention function somebody registered: it may add a bias, say, and would not run."""
+    for config in configs:
+        name = config._attn_implementation
+        function = ALL_ATTENTION_FUNCTIONS.get(name)
+        function = getattr(function, "func", function)  # of a functools.partial
+        owner = "transformers" if function is None else function.__module__.partition(".")[0]
+        # Names of kernels of the Hub have a slash, and compute what transformers' own functions do.
+        if owner not in ("transformers", "blocksparse") and "/" not in name:
+            raise ValueError(
+                f"{type(model).__name__} attends by {name!r}, a function of {function.__module__} that a pipeline "
+                "would replace: if the model attends alike without it, call set_attn_implementation('sdpa') first"
             )
 
 
