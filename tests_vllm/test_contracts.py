@@ -120,6 +120,7 @@ def layer_called(name: str, layers: dict[str, Any], *, decodes: bool = True) -> 
     impl = cuda.Impl.__new__(cuda.Impl)
     impl.engine = Engine(Settings((a_shape(), a_shape())), queries=512, tokens=1024)
     impl._reason, impl._layers, impl.decodes = None, layers, decodes
+    impl._softcap = impl._sinks = None
     layers[name] = SimpleNamespace(impl=impl)
     return impl
 
