@@ -122,10 +122,13 @@ def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
 LAST = EAGER | {"preset": "pipelines:with_last_queries", "settings": {"tokens": 96}}
 
 
-def test_the_last_queries_are_those_of_the_prompt(run: Run) -> None:
-    """The same tokens whole and in chunks, whose rows are dense where the prompt ends, and only there."""
+@pytest.mark.parametrize(
+    "some", [LAST, LAST | {"preset": "pipelines:as_auto", "settings": {"mass": 0.6}}], ids=["positions", "scores"]
+)
+def test_the_last_queries_are_those_of_the_prompt(run: Run, some: dict[str, Any]) -> None:
+    """The same tokens whole and in chunks of whole blocks, of which the last ones alone have dense rows."""
     served = [alone(480, chunk=chunk) for chunk in (512, 160, 96, 32)]
-    ours = run(served, LAST, enable_prefix_caching=False)
+    ours = run(served, some, enable_prefix_caching=False)
     whole, *chunked = [mix[0] for mix in ours["tokens"]]
     assert chunked == [whole] * 3
     assert whole != run(served[:1], SOME | EAGER)["tokens"][0][0]
