@@ -7,6 +7,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve
@@ -48,9 +49,19 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, has: Hardware = TARGETS["sm_80"
 
 def zeros_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no kernel has written is an index that is in range."""
-    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty", untouched_zeros)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *size, dtype=None, **_: untouched_zeros(*size, dtype=dtype or x.dtype)
+    )
+
+
+def untouched_zeros(*size: Any, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    """Zeros on the CPU that the system provides once they are read; PyTorch writes its own."""
+    shape = torch.Size(size if not size or isinstance(size[0], int) else size[0])
+    dtype = dtype or torch.get_default_dtype()
+    memory = torch.from_numpy(np.zeros(max(shape.numel() * dtype.itemsize, 1), np.uint8))
+    return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def small_preset(name: str, factor: int = 1) -> bs.Pipeline[Any, Any, Any]:

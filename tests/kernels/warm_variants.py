@@ -23,7 +23,7 @@ from blocksparse.kernels.attention import gather_attention
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import every_preset
 from tests.kernels.count_variants import recorded
-from tests.on_kernels import pretend_gpu, zeros_for_empty
+from tests.on_kernels import pretend_gpu, untouched_zeros, zeros_for_empty
 
 CHUNK, LEAST, MOST, REQUESTS = 8192, 10000, 131072, 40  # tokens
 
@@ -33,8 +33,8 @@ def needed(pipeline: bs.Pipeline[Any, Any, Any], requests: Iterable[tuple[int, i
     with pytest.MonkeyPatch.context() as monkeypatch:
         variants = recorded(monkeypatch, GPUTarget("cuda", 90, 32))
         for M, N in requests:
-            q, out = (torch.zeros(M, 4, 128, dtype=torch.half).transpose(0, 1)[None] for _ in "qo")
-            k, v = (torch.zeros(1, 1, N, 128, dtype=torch.half) for _ in "kv")
+            q, out = (untouched_zeros(M, 4, 128, dtype=torch.half).transpose(0, 1)[None] for _ in "qo")
+            k, v = (untouched_zeros(1, 1, N, 128, dtype=torch.half) for _ in "kv")
             pipeline(q, k, v, out=out)
         return {(kernel, variant) for kernel, found in variants.items() for variant in found}
 
