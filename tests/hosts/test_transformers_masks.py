@@ -219,10 +219,29 @@ def big_bird_encoder(attention: str) -> Any:
     return transformers.BigBirdPegasusForConditionalGeneration(config)
 
 
+def informer() -> Any:
+    sizes: dict[str, Any] = {"prediction_length": 8, "context_length": 8, "lags_sequence": [1], "d_model": 16}
+    return transformers.InformerModel(transformers.InformerConfig(**sizes, encoder_layers=1, decoder_layers=1))
+
+
+def test_a_mask_is_not_added_to_numbers() -> None:
+    """By code that no scan at attaching sees: zeros and ones, which its bools would be, hide nothing."""
+    mask: Any = PromptMask((1, 1, 4, 4), 4, torch.device("cpu"))
+    scores = torch.zeros(1, 1, 4, 4)
+    adds: list[Callable[[], Any]] = [
+        lambda: scores + mask, lambda: mask + scores, lambda: torch.add(scores, mask), lambda: scores.add_(mask),
+    ]  # fmt: skip
+    for add in adds:
+        with pytest.raises(ValueError, match=r"^a part of this model adds its mask to numbers.*cannot run while"):
+            add()
+    assert torch.equal(torch.zeros(1, 1, 4, 4, dtype=torch.bool) + mask, mask.made())  # or, for bools
+
+
 @pytest.mark.parametrize(
     ("build", "reader"),
     [
         (git, "GitSelfAttention"),
+        (informer, "InformerProbSparseAttention"),
         (routed, "NllbMoeTop2Router"),
         (lambda: big_bird_encoder("original_full"), "BigBirdPegasusSelfAttention"),
         (lambda: big_bird_encoder("block_sparse"), "BigBirdPegasusSelfAttention"),  # it changes for short prompts
@@ -241,6 +260,7 @@ READERS = {  # of models that ask for functions elsewhere; whoever is new here i
     "conditional_detr": {"ConditionalDetrMHAttentionMap"},
     "detr": {"DetrMHAttentionMap"},
     "git": {"GitSelfAttention"},
+    "informer": {"InformerProbSparseAttention"},
     "maskformer": {"MaskFormerDetrMHAttentionMap"},
     "nllb_moe": {"NllbMoeTop2Router"},
     "pp_doclayout_v2": {"PPDocLayoutV2ReadingOrderSelfAttention"},

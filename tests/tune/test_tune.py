@@ -508,6 +508,7 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
             "the model must be a folder that a transformers model was saved in",
         ),
         (["MODEL", "--device", "none"], "'--device' cannot be used: none: "),
+        (["MODEL", "--device", "meta"], "'--device' cannot be used: meta: "),
         (
             ["MODEL", "--out", "none/plan.json", "--tokens", "900", "800"],
             "the journal cannot be written: none/plan.json",

@@ -232,6 +232,10 @@ def reads_as_numbers(function: ast.FunctionDef) -> bool:
     nodes = list(ast.walk(function))
     if not masks or any(isinstance(x, ast.Attribute) and ast.unparse(x) == "torch.bool" for x in nodes):
         return False
+    named = [x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Name)]
+    for view in sorted(named, key=lambda x: x.lineno):
+        if _is_one_of(masks, view.value):  # a part of a mask under a name of its own
+            masks.add(ast.unparse(view.targets[0]))
     made = {  # a name and the line from which on it is another mask, which the function makes itself
         (target.id, node.lineno)
         for node in nodes

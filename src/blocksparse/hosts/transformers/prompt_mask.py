@@ -165,6 +165,12 @@ class PromptMask:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        added = func.__name__.strip("_") in ("add", "radd", "iadd")
+        if added and any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
+            raise ValueError(
+                "a part of this model adds its mask to numbers, and the masks of a pipeline are bools: the model "
+                "cannot run while a pipeline is attached; call detach() first"
+            )
         return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
 
 

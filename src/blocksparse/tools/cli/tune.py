@@ -227,6 +227,8 @@ def _load(folder: Path, device: str | None) -> Model:
         place = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
     except (RuntimeError, AssertionError) as error:
         raise TuneError(f"'--device' cannot be used: {device}: {str(error).splitlines()[0]}") from None
+    if place.type == "meta":
+        raise TuneError("'--device' cannot be used: meta: its tensors hold no numbers")
     return load(folder, device=place)
 
 
