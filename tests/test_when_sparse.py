@@ -110,23 +110,23 @@ def in_sglang(**options: Any) -> str | None:
 
 
 WINDOW: dict[str, Any] = {"sliding_window": 1024}
-# The kinds of layers that a family has, and those of them that go sparse in vLLM and in SGLang.
-KINDS: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
-    "Llama 2": ([{}], [0]),
-    "Mistral without": ([{}], [0]),
-    "Mistral with a window (": ([WINDOW], []),
-    "Gemma 2": ([{"logits_soft_cap": 50.0}, {"logits_soft_cap": 50.0, **WINDOW}], []),
-    "Gemma 3": ([{"head_dim": 256}, {"head_dim": 256, **WINDOW}], [0]),
-    "Gemma 4": ([{"head_dim": 512}, WINDOW], []),
-    "GPT-OSS": ([{"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4), "sliding_window": 128}], []),
+# The kinds of layers that a family has, and those of them that go sparse in vLLM, and in SGLang.
+KINDS: dict[str, tuple[list[dict[str, Any]], list[int], list[int]]] = {
+    "Llama 2": ([{}], [0], [0]),
+    "Mistral without": ([{}], [0], [0]),
+    "Mistral with a window (": ([WINDOW], [], []),
+    "Gemma 2": ([{"logits_soft_cap": 50.0}, {"logits_soft_cap": 50.0, **WINDOW}], [0], []),
+    "Gemma 3": ([{"head_dim": 256}, {"head_dim": 256, **WINDOW}], [0], [0]),
+    "Gemma 4": ([{"head_dim": 512}, WINDOW], [], []),
+    "GPT-OSS": ([{"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4), "sliding_window": 128}], [0], []),
 }
 
 
 @pytest.mark.parametrize("family", KINDS)
 def test_engines_leave_layers_dense_as_the_page_has_it(family: str) -> None:
-    layers, sparse = KINDS[family]
+    layers, *by_host = KINDS[family]
     (row,) = (cells for name, cells in table("model family").items() if name.startswith(family))
-    for because, cell in ((in_vllm, row[2]), (in_sglang, row[3])):
+    for because, cell, sparse in zip((in_vllm, in_sglang), row[2:], by_host, strict=True):
         reasons = [because(**layer) for layer in layers]
         assert [i for i, reason in enumerate(reasons) if reason is None] == sparse
         assert cell.startswith("none") == (not sparse)

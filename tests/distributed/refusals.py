@@ -250,7 +250,7 @@ REFUSED: dict[str, Case] = {
         lambda mesh: AllGatherKV(POOLED, mesh, "ranks", head_tail=True).shard(torch.arange(20), 0),
     ),
     "ring of own orders": refused(
-        ValueError, "an order of its own", lambda mesh: Ring(STOPS_EARLY, mesh, "ranks")
+        ValueError, "its own order", lambda mesh: Ring(STOPS_EARLY, mesh, "ranks")
     ),
     "ring that stops early": refused(
         ValueError,

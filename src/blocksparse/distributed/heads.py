@@ -63,8 +63,8 @@ def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) ->
     if Hq % ranks or (Hkv % ranks and ranks % Hkv):
         raise ValueError(
             f"{Hq} query heads and {Hkv} KV heads cannot be spread evenly over {ranks} ranks: the ranks must "
-            "divide the KV heads, or be a multiple of them that divides the query heads; AllGatherKV takes any "
-            "heads"
+            "divide the KV heads, or be a multiple of them that divides the query heads: use AllGatherKV, which "
+            "takes any heads, with a pipeline that chooses in each row of blocks by itself, as auto() does"
         )
     by_key = [loads[h * group : (h + 1) * group] for h in range(Hkv)]
     if ranks > Hkv:  # some ranks for each KV head, which share its query heads
