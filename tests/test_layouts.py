@@ -33,7 +33,7 @@ each_executor = pytest.mark.parametrize(
 SIZES: dict[str, Any] = {"B": 2, "Hq": 2, "Hkv": 2, "N": 20, "D": 16}
 
 
-# Twins in plain torch take a moment, kernels that are interpreted many.
+# References in plain torch are quick, kernels that are interpreted slow.
 in_torch_and_kernels = pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 
 

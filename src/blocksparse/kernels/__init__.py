@@ -1,7 +1,7 @@
 """The kernels, in folders by what they compute; no module here imports a stage.
 
 A file has a few operations in plain torch, the reference implementation. Decorators name the calls that a kernel takes
-instead (`common/twins.py`). Attention over lists picks its kernel by itself, and its reference implementation is
+instead (`common/dispatch.py`). Attention over lists picks its kernel by itself, and its reference implementation is
 `tests/kernels/attention/references.py`. The Triton kernel and its launch are in the file of the same name with `_triton` at
 the end. Kernels for Hopper have `_hopper`, and share the code in `hopper/`.
 """

@@ -119,7 +119,7 @@ def arguments(
     return Call(q, keys, values, plan, positions, tiles, scale, approximation, out_dtype), taken
 
 
-def assert_twins(call: Call) -> None:
+def assert_as_reference(call: Call) -> None:
     out, lse = call()
     want, want_lse = call.in_float64()
     assert out.dtype == call.out_dtype
@@ -219,7 +219,7 @@ def test_smoothing_mean_knows_no_later_token() -> None:
 def test_options(int8: Int8, fp8: bool, device: str) -> None:
     q, k, v = structured(200, M=150, device=device)
     for causal in (True, False):
-        assert_twins(arguments(q, k, v, int8=int8, fp8=fp8, causal=causal)[0])
+        assert_as_reference(arguments(q, k, v, int8=int8, fp8=fp8, causal=causal)[0])
 
 
 @pytest.mark.parametrize("fp8", PV)
@@ -227,7 +227,7 @@ def test_options(int8: Int8, fp8: bool, device: str) -> None:
 @pytest.mark.parametrize("D", [64, 80, 128])
 def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
     q, k, v = (x.to(dtype) for x in structured(161, D=D, Hq=2, Hkv=1, device=device))
-    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8, block=64)[0])
+    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8, block=64)[0])
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_groups(group: int, fp8: bool, device: str) -> None:
     q, k, v = structured(150, Hq=2 * group, device=device, D=32)
-    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
+    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
 
 
 @pytest.mark.parametrize("fp8", PV)
@@ -243,7 +243,7 @@ def test_groups(group: int, fp8: bool, device: str) -> None:
 def test_chunks(M: int, fp8: bool, device: str) -> None:
     """Of 170 keys: rows before, across and after the end of what smoothing looks at."""
     q, k, v = structured(170, M=M, Hq=2, Hkv=1, D=32, device=device)
-    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
+    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_chunks(M: int, fp8: bool, device: str) -> None:
 def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
     q, k, v = structured(180, Hq=2, Hkv=1, D=32, device=device)
     k_index = torch.rand(1, order_heads, 1, 180, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
-    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8, k_index=k_index.to(device))[0])
+    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8, k_index=k_index.to(device))[0])
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_with_pv_skip_and_small_tiles(fp8: bool, device: str) -> None:
     q, k, v = structured(150, Hq=1, Hkv=1, D=32, device=device)
     tiles = TritonTiles(16, 32, 4, 2)
     call, _ = arguments(3 * q, k, v, int8=Int8(), fp8=fp8, block=64, pv_skip=-3.0, keep=0.9, tiles=tiles)
-    assert_twins(call)
+    assert_as_reference(call)
     assert not torch.equal(call()[1], call(approximation=evolve(call.approximation, pv_skip=None))[1])
 
 
@@ -269,7 +269,7 @@ def test_with_pv_skip_and_small_tiles(fp8: bool, device: str) -> None:
 def test_rows_with_nothing(fp8: bool, device: str) -> None:
     q, k, v = structured(150, D=32, device=device)
     call, _ = arguments(q, k, v, int8=Int8(), fp8=fp8, nothing_in_row=2)
-    assert_twins(call)
+    assert_as_reference(call)
     out, lse = call()
     assert (out[:, :, 64:96] == 0).all()
     assert (lse[:, :, 64:96] == -torch.inf).all()
@@ -283,7 +283,7 @@ def test_values_of_every_size(fp8: bool, device: str) -> None:
         torch.randperm(150, generator=torch.Generator().manual_seed(0)), None
     ]
     v[:, :, 10:50] = 0.0
-    assert_twins(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
+    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
 
 
 @pytest.mark.parametrize("fp8", PV)

@@ -20,7 +20,7 @@ def test_reachable_blocks(kind: str, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(B, Hq, rows, 72, generator=generator).to(device)
     k = torch.randn(B, 1, cols, 72, generator=generator).to(device)
-    want = block_products.plain(q.double(), k.double(), grid)
+    want = block_products.reference(q.double(), k.double(), grid)
     for compute in (block_products_triton, block_products):
         got = compute(q, k, grid)
         assert got.shape == want.shape
@@ -37,7 +37,7 @@ def test_several_tiles(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     pooled_q = torch.randn(1, 2, 140, 16, generator=generator).to(device)
     pooled_k = torch.randn(1, 1, 140, 16, generator=generator).to(device)
-    want = block_products.plain(pooled_q.double(), pooled_k.double(), grid).float()
+    want = block_products.reference(pooled_q.double(), pooled_k.double(), grid).float()
     got = block_products_triton(pooled_q, pooled_k, grid)
     torch.testing.assert_close(
         got.where(grid.reachable, 0.0), want.where(grid.reachable, 0.0), rtol=1e-5, atol=1e-4

@@ -18,7 +18,7 @@ def test_kernel_and_twin(D: int, first: int, end: int, temperature: float | None
     queries, keys = (torch.randn(2, heads, n, D, generator=generator) for heads, n in ((6, 70), (2, 301)))
     queries[:, 1] = 0.0  # a head whose root mean squares are the least
     queries, keys = queries.to(device), 30 * keys.to(device)
-    want = band_channels.plain(queries.double(), keys.double(), first, end, temperature)
+    want = band_channels.reference(queries.double(), keys.double(), first, end, temperature)
     for compute in (band_channels_triton, band_channels):
         got = compute(queries, keys, first, end, temperature)
         for ours, exact in zip(got, want, strict=True):
@@ -29,7 +29,7 @@ def test_kernel_and_twin(D: int, first: int, end: int, temperature: float | None
 def test_a_head_with_nan_has_no_temperature(device: str) -> None:
     queries, keys = torch.ones(1, 4, 9, 16, device=device), torch.ones(1, 2, 9, 16, device=device)
     queries[0, 1, 3, 2] = keys[0, 1, 4, 15] = float("nan")
-    for compute in (band_channels_triton, band_channels, band_channels.plain):
+    for compute in (band_channels_triton, band_channels, band_channels.reference):
         mine, its = compute(queries, keys, 0, 4, None)
         assert mine.isnan().all((0, 2, 3)).tolist() == [False, True, True, True]
         assert mine[:, 0].isfinite().all()

@@ -32,8 +32,8 @@ def test_lengths_and_groups(N: int, group: int, device: str) -> None:
     x, y = rows(2, 2, N, 64, device=device), rows(2, 2, N, 16, device=device)
     index = order(2, 2 * group, N, device=device)
     got = gather_two_triton(x, y, index)
-    assert torch.equal(got[0], gather_rows.plain(x, index))
-    assert torch.equal(got[1], gather_rows.plain(y, index))
+    assert torch.equal(got[0], gather_rows.reference(x, index))
+    assert torch.equal(got[1], gather_rows.reference(y, index))
 
 
 @pytest.mark.parametrize("D", [1, 5, 80, 96, 128, 256])
@@ -41,20 +41,20 @@ def test_lengths_and_groups(N: int, group: int, device: str) -> None:
 def test_head_dims_and_dtypes(D: int, dtype: torch.dtype, device: str) -> None:
     x = rows(1, 2, 65, D, device=device).mul(50).abs().to(dtype)
     index = order(1, 2, 65, device=device)
-    assert torch.equal(gather_rows_triton(x, index), gather_rows.plain(x, index))
-    assert torch.equal(scatter_rows_triton(x, index), scatter_rows.plain(x, index))
+    assert torch.equal(gather_rows_triton(x, index), gather_rows.reference(x, index))
+    assert torch.equal(scatter_rows_triton(x, index), scatter_rows.reference(x, index))
 
 
 def test_layouts_and_broadcast_maps(device: str) -> None:
     """Hosts hand over `[B, N, H, D]` transposed; orders of tokens on a grid are one map for all heads."""
     x = rows(2, 70, 3, 32, device=device).transpose(1, 2)
     index = order(70, device=device).expand(2, 3, 70)
-    assert torch.equal(gather_rows_triton(x, index), gather_rows.plain(x, index))
-    assert torch.equal(scatter_rows_triton(x, index), scatter_rows.plain(x, index))
+    assert torch.equal(gather_rows_triton(x, index), gather_rows.reference(x, index))
+    assert torch.equal(scatter_rows_triton(x, index), scatter_rows.reference(x, index))
     last_axis_apart = rows(2, 3, 32, 70, device=device).mT
-    assert torch.equal(gather_rows_triton(last_axis_apart, index), gather_rows.plain(last_axis_apart, index))
+    assert torch.equal(gather_rows_triton(last_axis_apart, index), gather_rows.reference(last_axis_apart, index))
     part = order(2, 3, 70, device=device)[..., ::2]
-    assert torch.equal(gather_rows_triton(x, part), gather_rows.plain(x, part))
+    assert torch.equal(gather_rows_triton(x, part), gather_rows.reference(x, part))
 
 
 @pytest.mark.parametrize("row", [-1, 70])
@@ -62,7 +62,7 @@ def test_a_map_that_names_no_row_of_its_head_is_refused(row: int) -> None:
     index = order(2, 3, 70, device="cpu")
     index[1, 2, 5] = row
     with pytest.raises(IndexError, match="out of range"):
-        gather_rows.plain(rows(2, 3, 70, 4, device="cpu"), index)
+        gather_rows.reference(rows(2, 3, 70, 4, device="cpu"), index)
 
 
 def test_rows_of_a_far_longer_tensor_are_read_where_they_stand() -> None:
@@ -80,7 +80,7 @@ def test_rows_of_a_far_longer_tensor_are_read_where_they_stand() -> None:
             return out
 
     with Made():  # type: ignore[no-untyped-call]
-        got = gather_rows.plain(x, index)
+        got = gather_rows.reference(x, index)
     assert made
     assert max(made) <= got.numel()
     for h in range(3):
@@ -111,6 +111,6 @@ def test_only_wanted_blocks_are_moved(block: int, D: int, shared: bool, device: 
     assert 0 < written.float().mean() < 1
     for of_part in (wanted, wanted.mT.contiguous().mT):
         for got, source in zip(gather_two_triton(x, y, index, of_part, block), (x, y), strict=True):
-            want = gather_rows.plain(source, index)
+            want = gather_rows.reference(source, index)
             assert torch.equal(got.isnan(), ~written.unsqueeze(-1).expand_as(got))
             assert torch.equal(got.nan_to_num(), want.where(written.unsqueeze(-1), 0.0))

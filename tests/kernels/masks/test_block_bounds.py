@@ -17,7 +17,7 @@ def positions(*shape: int, device: str, empty: float = 0.3) -> Tensor:
 
 
 def check(q: Tensor, k: Tensor, q_block: int, k_block: int, heads: int) -> None:
-    expected = block_bounds.plain(q, k, q_block, k_block, heads)
+    expected = block_bounds.reference(q, k, q_block, k_block, heads)
     for got, exact in zip(block_bounds_triton(q, k, q_block, k_block, heads), expected, strict=True):
         assert got.dtype == exact.dtype
         assert torch.equal(got, exact)
@@ -60,7 +60,7 @@ def test_positions_of_whole_blocks(M: int, N: int, offset: int, ordered: str, de
         q_index = torch.rand(1, 4, M).argsort(-1).int().to(device).expand(2, 4, M)
         k_index = positions(2, 4, 3, 41, device=device)
     for q_block, k_block in ((16, 16), (16, 5), (48, 32)):
-        want = block_places.plain(q, k, q_index, k_index, q_block, k_block, offset)
+        want = block_places.reference(q, k, q_index, k_index, q_block, k_block, offset)
         got = block_places_triton(q, k, q_index, k_index, q_block, k_block, offset)
         for mine, its in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
             assert mine.dtype == its.dtype

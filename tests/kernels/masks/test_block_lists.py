@@ -23,7 +23,7 @@ def random_keep(grid: bs.Grid, share: float, device: str) -> Tensor:
 
 
 def assert_same(keep: Tensor, grid: bs.Grid) -> None:
-    want = block_lists.plain(keep, grid)
+    want = block_lists.reference(keep, grid)
     for got in (kernel.block_lists_triton(keep, grid), block_lists(keep, grid)):
         for a, b in zip(got, want, strict=True):
             assert a.dtype == b.dtype

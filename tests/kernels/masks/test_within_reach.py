@@ -31,7 +31,7 @@ def test_rules_of_position(kind: str, diagonal: bool, device: str) -> None:
         (rows, 1),
     ):
         keep = random_choice(*shape, device=device)
-        want = within_reach.plain(keep, grid, diagonal=diagonal)
+        want = within_reach.reference(keep, grid, diagonal=diagonal)
         assert torch.equal(within_reach_triton(keep, grid, diagonal=diagonal), want)
 
 
@@ -46,7 +46,7 @@ def test_finer_blocks(kind: str, n: int, device: str) -> None:
         keep = random_choice(B, heads, rows, cols, device=device)
         for given in (keep, keep[:, :1].expand(-1, heads, -1, -1)):
             got = within_reach_triton(given, fine, n, skipped)
-            want = within_reach.plain(given, fine, n, skipped)
+            want = within_reach.reference(given, fine, n, skipped)
             assert torch.equal(got.expand_as(want), want)
 
 
@@ -68,7 +68,7 @@ def test_places(kind: str, device: str) -> None:
         diagonal = i % 2 == 0  # in turn, also in the loop below
         for args in ((None, grid), (keep, grid), (keep, fine, 2, skipped)):
             diagonal = not diagonal
-            want = within_reach.plain(*args, places=places, diagonal=diagonal)
+            want = within_reach.reference(*args, places=places, diagonal=diagonal)
             for compute in (within_reach_triton, within_reach):
                 assert torch.equal(compute(*args, places=places, diagonal=diagonal).expand_as(want), want)
 
@@ -79,10 +79,10 @@ def test_numbers_of_any_size(kind: str, device: str) -> None:
     grid = make_grid(kind, device)
     for n in (2**20, 2**31 - 1, 2**32, 2**70):
         for places in (Places(near=n), Places(first=n)):
-            for compute in (within_reach_triton, within_reach.plain):
+            for compute in (within_reach_triton, within_reach.reference):
                 assert torch.equal(compute(None, grid, places=places), grid.reachable)
         rare = Places(stride=(n, 1))
-        want = within_reach.plain(None, grid, places=rare)
+        want = within_reach.reference(None, grid, places=rare)
         assert torch.equal(within_reach_triton(None, grid, places=rare).expand_as(want), want)
 
 

@@ -86,7 +86,7 @@ def test_kernels_and_twin(
     H: int, Hkv: int, N: int, S: int, first: int, G: int, count: int, near: int, dtype: torch.dtype, device: str
 ) -> None:
     mean, k = whole_numbers(device, H, Hkv, N, G)
-    want = filled(coarse_order.plain, mean, k.to(dtype), first, S, count, near)
+    want = filled(coarse_order.reference, mean, k.to(dtype), first, S, count, near)
     for compute in (coarse_order_triton, coarse_order):
         assert torch.equal(filled(compute, mean, k.to(dtype), first, S, count, near), want)
 
@@ -127,10 +127,10 @@ def test_bad_numbers(device: str) -> None:
     k[0, 0, 135::8, 0] = odd.nan_to_num(posinf=0.0, neginf=0.0).clamp(-9, 9)
     mean, k = mean.to(device), k.to(device)
     for S in (96, 128):
-        want = filled(coarse_order.plain, mean, k, 1, S, 16)
+        want = filled(coarse_order.reference, mean, k, 1, S, 16)
         assert torch.equal(filled(coarse_order_triton, mean, k, 1, S, 16), want)
     assert want[0, 3].tolist() == [list(range(16))] * 2
-    first = filled(coarse_order.plain, mean, k, 1, 96, 12)[0, 0, 0].tolist()
+    first = filled(coarse_order.reference, mean, k, 1, 96, 12)[0, 0, 0].tolist()
     assert first == [0, 23, 39, 55, 95, 47, 87, 7, 1, 2, 3, 4]
 
 
@@ -149,21 +149,21 @@ def test_bits_do_not_depend_on_what_comes_later(device: str) -> None:
 def test_a_few_segments_at_a_time(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     mean, k = whole_numbers(device, 2, 1, 130, 4, B=2)
     for first, near in ((1, 0), (0, 0), (1, 40)):  # in the last two a few segments have no key to order
-        want = filled(coarse_order.plain, mean, k, first, 32, 70, near)
+        want = filled(coarse_order.reference, mean, k, first, 32, 70, near)
         for limit in (1, 2000):
             with monkeypatch.context() as few:
                 few.setattr(kernels, "BYTES_AT_ONCE", limit)
                 assert torch.equal(filled(coarse_order_triton, mean, k, first, 32, 70, near), want)
         with monkeypatch.context() as few:
             few.setattr("blocksparse.kernels.order.coarse_order._SCORES_AT_ONCE", 1000)
-            assert torch.equal(filled(coarse_order.plain, mean, k, first, 32, 70, near), want)
+            assert torch.equal(filled(coarse_order.reference, mean, k, first, 32, 70, near), want)
 
 
 @pytest.mark.slow
 def test_small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Rows of many tiles; ties across them go to the lower position."""
     mean, k = whole_numbers(device, 2, 1, 200, 3, D=2)
-    want = filled(coarse_order.plain, mean, k, 1, 64, 90)
+    want = filled(coarse_order.reference, mean, k, 1, 64, 90)
     for name, size in (("TILE", 32), ("WIDE", 32), ("NARROW", 16), ("CHUNK", 16), ("PIECE", 2)):
         monkeypatch.setattr(kernels, name, size)
     for chunks in (16, 2, 1):
@@ -174,7 +174,7 @@ def test_small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 @pytest.mark.slow
 def test_more_tiles_than_a_byte_counts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     mean, k = whole_numbers(device, 1, 1, 4200, 1, D=2)
-    want = filled(coarse_order.plain, mean, k, 1, 4170, 30)
+    want = filled(coarse_order.reference, mean, k, 1, 4170, 30)
     monkeypatch.setattr(kernels, "TILE", 16)
     assert torch.equal(filled(coarse_order_triton, mean, k, 1, 4170, 30), want)
 
@@ -193,7 +193,7 @@ def test_samples_that_mislead(odd: float, monkeypatch: pytest.MonkeyPatch, devic
     mean[..., 0] = 1.0
     mean, k = mean.to(device), k.to(device)
     for count in (1, 300, 1000, S):
-        want = filled(coarse_order.plain, mean, k, 1, S, count)
+        want = filled(coarse_order.reference, mean, k, 1, S, count)
         assert torch.equal(filled(coarse_order_triton, mean, k, 1, S, count), want)
 
 
@@ -201,7 +201,7 @@ def test_samples_that_mislead(odd: float, monkeypatch: pytest.MonkeyPatch, devic
 def test_layouts(device: str) -> None:
     """Hosts hand over `[B, N, H, D]` transposed; mean queries may be a slice."""
     mean, k = whole_numbers(device, 2, 1, 100, 3, B=2)
-    want = filled(coarse_order.plain, mean, k, 0, 32, 40)
+    want = filled(coarse_order.reference, mean, k, 0, 32, 40)
     heads_last = k.transpose(1, 2).contiguous().transpose(1, 2)
     last_axis_apart = k.mT.contiguous().mT
     padded = torch.stack((mean, mean + 1), dim=-1)[..., 0]

@@ -18,8 +18,8 @@ def check(q: Tensor, k: Tensor, *, probe: int = 128, seen: int | None = None, sc
     seen, scale = k.shape[2] if seen is None else seen, q.shape[-1] ** -0.5 if scale is None else scale
     for causal, per_query_head in ((True, False), (False, True)):
         rest: tuple[Any, ...] = (probe, seen, causal, scale, per_query_head)
-        exact = key_importance.plain(q.double(), k.double(), *rest).sum(2)
-        same = key_importance.plain(q, k, *rest).sum(2).double()
+        exact = key_importance.reference(q.double(), k.double(), *rest).sum(2)
+        same = key_importance.reference(q, k, *rest).sum(2).double()
         got = key_importance_triton(q, k, *rest).sum(2)
         assert got.dtype == torch.float32
         budget = 2 * float((same - exact).abs().max()) + 4e-6 * float(exact.abs().max())
@@ -62,7 +62,9 @@ def test_weights_of_half_precision_are_not_rounded_to_it(dtype: torch.dtype) -> 
     q, k, _ = make_qkv(Hq=2, Hkv=1, N=70, D=16)
     q, k = q.to(dtype), k.to(dtype)
     rest: tuple[Any, ...] = (16, 70, True, 0.25, False)
-    assert torch.equal(key_importance.plain(q, k, *rest), key_importance.plain(q.float(), k.float(), *rest))
+    assert torch.equal(
+        key_importance.reference(q, k, *rest), key_importance.reference(q.float(), k.float(), *rest)
+    )
 
 
 @pytest.mark.parametrize("seen", [1, 64, 130, 192])

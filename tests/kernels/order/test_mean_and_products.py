@@ -13,8 +13,8 @@ from blocksparse.testing import make_qkv
 
 
 def check(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> None:
-    exact = mean_and_products.plain(q.double(), guide.double(), S, lead)
-    same = mean_and_products.plain(q, guide, S, lead)
+    exact = mean_and_products.reference(q.double(), guide.double(), S, lead)
+    same = mean_and_products.reference(q, guide, S, lead)
     got = mean_and_products_triton(q, guide, S, lead)
     for x, x_same, x_exact in zip(got, same, exact, strict=True):
         assert x.dtype == torch.float32
@@ -77,6 +77,6 @@ def test_infinite_and_undefined_queries(device: str) -> None:
     q[0, 0, 3, 2], q[0, 0, 40, 1] = float("nan"), float("inf")
     q, guide = q.to(device), k.mean(2).to(device)
     for got, want in zip(
-        mean_and_products_triton(q, guide, 16, 0), mean_and_products.plain(q, guide, 16, 0), strict=True
+        mean_and_products_triton(q, guide, 16, 0), mean_and_products.reference(q, guide, 16, 0), strict=True
     ):
         torch.testing.assert_close(got, want, equal_nan=True)

@@ -23,7 +23,7 @@ def slots_of(*shape: int, tokens_: int, device: str) -> Tensor:
 def check(v: Tensor, index: Tensor | None = None) -> None:
     """Numbers compare equal, so that -0.0 may be 0.0."""
     values, scale = fp8_values_triton(v, index)
-    want, want_scale = fp8_values.plain(v, index)
+    want, want_scale = fp8_values.reference(v, index)
     assert values.dtype == torch.float8_e4m3fn
     assert values.is_contiguous()
     assert torch.equal(values.float(), want.float())
@@ -83,10 +83,10 @@ def test_every_size(size: float, way: str, device: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_bad_numbers_stay_in_their_token(value: float, way: str, device: str) -> None:
     v = tokens(1, 1, 16, 8, device=device)
-    want, want_scale = fp8_values.plain(v, None)
+    want, want_scale = fp8_values.reference(v, None)
     v[0, 0, 8, 3] = value
     rest = torch.arange(16, device=device) != 8
-    for f in (fp8_values_triton, fp8_values.plain):
+    for f in (fp8_values_triton, fp8_values.reference):
         values, scale = f(v, None)
         assert values[0, 0, 8].isnan().all()
         assert scale[0, 0, 8].isnan()

@@ -67,7 +67,7 @@ def test_queries(D: int, dtype: torch.dtype, shared: bool, device: str) -> None:
         (None, 32, 5, shared, mean, 0.3, plain),
         (index, 32, 21, shared, mean, 0.3, plain.expand(2, 6, 3)),
     ):
-        assert_equal(int8_queries_triton(q, *call), int8_queries.plain(q, *call))
+        assert_equal(int8_queries_triton(q, *call), int8_queries.reference(q, *call))
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -90,7 +90,7 @@ def test_keys(per_key: int, dtype: torch.dtype, shared: bool, device: str) -> No
         (index, 32, shared, mean, 0),
         (index, 32, shared, mean, 90),
     ):
-        assert_equal(int8_keys_triton(k, *call), int8_keys.plain(k, *call))
+        assert_equal(int8_keys_triton(k, *call), int8_keys.reference(k, *call))
 
 
 @pytest.mark.parametrize(("block", "N"), [(1, 9), (24, 100), (512, 600)])
@@ -98,16 +98,18 @@ def test_blocks_of_every_size(block: int, N: int, device: str) -> None:
     """Some fill a tile, some need many."""
     x = tokens(1, 1, N, 64, device=device)
     call = None, block, block // 3, True, None, 1.0, None
-    assert_equal(int8_queries_triton(x, *call), int8_queries.plain(x, *call))
+    assert_equal(int8_queries_triton(x, *call), int8_queries.reference(x, *call))
     k_call = None, block, True, tokens(1, 1, 64, device=device, seed=1), N
-    assert_equal(int8_keys_triton(x, *k_call), int8_keys.plain(x, *k_call))
+    assert_equal(int8_keys_triton(x, *k_call), int8_keys.reference(x, *k_call))
 
 
 @pytest.mark.parametrize("N", [1, 63, 129])
 def test_lengths(N: int, device: str) -> None:
     x = tokens(1, 2, N, 64, device=device)
     for shared in (False, True):
-        assert_equal(int8_keys_triton(x, None, 64, shared, None, 0), int8_keys.plain(x, None, 64, shared, None, 0))
+        assert_equal(
+            int8_keys_triton(x, None, 64, shared, None, 0), int8_keys.reference(x, None, 64, shared, None, 0)
+        )
 
 
 def test_layouts_and_broadcast_maps(device: str) -> None:
@@ -117,7 +119,7 @@ def test_layouts_and_broadcast_maps(device: str) -> None:
     for y in (x, tokens(2, 3, 32, 70, device=device).mT):
         for order in (None, index.expand(2, 3, 70), slots_of(2, 3, 140, tokens_=70, device=device)[..., ::2]):
             call = order, 32, False, mean, 0
-            assert_equal(int8_keys_triton(y, *call), int8_keys.plain(y, *call))
+            assert_equal(int8_keys_triton(y, *call), int8_keys.reference(y, *call))
 
 
 def test_empty_slots_are_zeros(device: str) -> None:
@@ -140,7 +142,7 @@ def test_plain_keys_before_a_token(shared: bool, device: str) -> None:
     k, index = tokens(1, 1, 1024, 64, device=device), torch.arange(1024, dtype=torch.int32, device=device)
     mean = k.mean(2)
     for order in (None, index.view(1, 1, -1), index.flip(0).view(1, 1, -1)):
-        want, want_scale = int8_keys.plain(k, order, 64, shared, mean, 1)
+        want, want_scale = int8_keys.reference(k, order, 64, shared, mean, 1)
         got, scale = int8_keys_triton(k, order, 64, shared, mean, 130)
         assert torch.equal(got[:, 0], want[:, 0])
         assert torch.equal(scale[:, 0], want_scale[:, 0])
@@ -167,7 +169,9 @@ def test_nobody_reads_what_is_left_out(
         def keys(
             k: Tensor, index: Tensor | None, block: int, *, shared: bool, mean: Tensor, plain_below: int
         ) -> Any:
-            return (int8_keys_triton if by_kernel else int8_keys.plain)(k, index, block, shared, mean, plain_below)
+            return (int8_keys_triton if by_kernel else int8_keys.reference)(
+                k, index, block, shared, mean, plain_below
+            )
 
         monkeypatch.setattr(int8_operands, "int8_keys", keys)
         return pipeline(q, k, v)
@@ -179,12 +183,12 @@ def test_nobody_reads_what_is_left_out(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_bad_numbers_stay_in_their_token(value: float, device: str) -> None:
     x = tokens(1, 1, 40, 24, device=device)
-    want, want_scale = int8_keys.plain(x, None, 32, False, None, 0)
+    want, want_scale = int8_keys.reference(x, None, 32, False, None, 0)
     x[0, 0, 7, 3] = value
     rest = torch.arange(40, device=device) != 7
     for values, scale in (
         int8_keys_triton(x, None, 32, False, None, 0),
-        int8_keys.plain(x, None, 32, False, None, 0),
+        int8_keys.reference(x, None, 32, False, None, 0),
     ):
         assert scale[0, 0, 7].isnan()
         assert torch.equal(values[:, :, rest], want[:, :, rest])
@@ -213,7 +217,7 @@ def test_ties_at_every_size(size: float, device: str) -> None:
     for y in (x, x.bfloat16()):
         for shared in (False, True):
             call = None, 16, shared, None, 0
-            assert_equal(int8_keys_triton(y, *call), int8_keys.plain(y, *call))
+            assert_equal(int8_keys_triton(y, *call), int8_keys.reference(y, *call))
 
 
 @remembered

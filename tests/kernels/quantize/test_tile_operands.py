@@ -1,4 +1,4 @@
-"""Operands of 8-bit attention on Hopper: kernels beside their twins, and what the numbers stand for.
+"""Operands of 8-bit attention on Hopper: kernels against their references, and what the numbers stand for.
 
 The interpreter multiplies bfloat16 wrongly, so that queries and keys are of other types here.
 """
@@ -62,7 +62,7 @@ def assert_close_int8(got: tuple[Tensor | None, ...], want: tuple[Tensor | None,
 def check_queries(q: Tensor, index: Tensor | None, mean: Tensor | None, early: int) -> None:
     call = q, index, mean, 0.3, early
     values, scale, taken = int8_query_tiles_triton(*call)
-    want = int8_query_tiles.plain(*call)
+    want = int8_query_tiles.reference(*call)
     assert_close_int8((values, scale), want[:2])
     assert (taken is None) == (mean is None)
     if mean is not None and taken is not None:
@@ -75,11 +75,11 @@ def check_queries(q: Tensor, index: Tensor | None, mean: Tensor | None, early: i
 
 
 def check_keys(k: Tensor, index: Tensor | None, tile: int, mean: Tensor | None) -> None:
-    assert_close_int8(int8_key_tiles_triton(k, index, tile, mean), int8_key_tiles.plain(k, index, tile, mean))
+    assert_close_int8(int8_key_tiles_triton(k, index, tile, mean), int8_key_tiles.reference(k, index, tile, mean))
 
 
 def check_values(v: Tensor, index: Tensor | None, tile: int) -> None:
-    got, want = fp8_value_tiles_triton(v, index, tile), fp8_value_tiles.plain(v, index, tile)
+    got, want = fp8_value_tiles_triton(v, index, tile), fp8_value_tiles.reference(v, index, tile)
     assert got[0].dtype == torch.float8_e4m3fn
     assert got[0].is_contiguous()
     assert torch.equal(got[0].float(), want[0].float())  # -0.0 may be 0.0
@@ -87,7 +87,7 @@ def check_values(v: Tensor, index: Tensor | None, tile: int) -> None:
         torch.testing.assert_close(g, w, rtol=1e-6, atol=1e-6)
 
 
-# Kernels against twins
+# Kernels against references
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_rotation_keeps_products(D: int) -> None:
 def test_rotation_helps_where_a_column_is_large() -> None:
     x = tokens(1, 1, 200, 128, device="cpu")
     x[..., 5] *= 20
-    rounded, scale = int8_keys.plain(x, None, 64, False, None, 0)
+    rounded, scale = int8_keys.reference(x, None, 64, False, None, 0)
     turned, _, turned_scale = int8_key_tiles(x, None, 64)
     error = (rounded * scale.unsqueeze(-1) - x).norm()
     turned_error = (rotated(turned[:, 1:] * turned_scale.unsqueeze(-1)) - x).norm()
@@ -222,7 +222,7 @@ def test_values_are_close(tile: int, device: str) -> None:
 def test_values_are_those_of_fp8_values(device: str) -> None:
     v, index = tokens(1, 2, 90, 64, device=device), slots_of(1, 2, 75, tokens_=90, device=device)
     values, _, of_tokens = fp8_value_tiles_triton(v, index, 64)
-    want, scale = fp8_values.plain(v, index)
+    want, scale = fp8_values.reference(v, index)
     assert values.shape == (1, 4, 64, 80)
     differs = in_order(values, 75)[:, 2:] != want.float()  # a product with an inverse, or a division
     assert differs.float().mean() < 1e-3
@@ -240,7 +240,7 @@ def test_values_in_place_by_hand(device: str) -> None:
     v[..., 0] = torch.arange(1, 21, device=device)
     order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15], device=device)
     order = torch.cat((order, 16 + order))
-    for f in (fp8_value_tiles_triton, fp8_value_tiles.plain):
+    for f in (fp8_value_tiles_triton, fp8_value_tiles.reference):
         values, tile_log2, of_tokens = f(v, None, 64)
         assert values.shape == (1, 2, 64, 32)
         torch.testing.assert_close(of_tokens[0, 0].exp2().cpu(), torch.arange(1, 21) / 448, rtol=1e-6, atol=0)
@@ -308,9 +308,9 @@ def test_bad_numbers_stay_in_their_group(by_kernel: bool, value: float, device: 
     x, slot = tokens(1, 1, 256, 64, device=device), torch.arange(256, device=device)
     x[0, 0, 71, 3] = value
     bad, group = slot == 71, (slot // 64 == 1) & (slot % 8 // 2 == 3)
-    keys = int8_key_tiles_triton if by_kernel else int8_key_tiles.plain
-    queries = int8_query_tiles_triton if by_kernel else int8_query_tiles.plain
-    fp8 = fp8_value_tiles_triton if by_kernel else fp8_value_tiles.plain
+    keys = int8_key_tiles_triton if by_kernel else int8_key_tiles.reference
+    queries = int8_query_tiles_triton if by_kernel else int8_query_tiles.reference
+    fp8 = fp8_value_tiles_triton if by_kernel else fp8_value_tiles.reference
     mean = tokens(1, 1, 64, device=device, seed=1)
     for numbers in queries(x, None, mean, 1.0, 0)[1:]:
         assert numbers is not None

@@ -19,12 +19,12 @@ def tokens(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: i
 
 
 def check(x: Tensor, block: int, *, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None) -> None:
-    exact = block_mean.plain(x.double(), block, lead, padded_tail, index)
+    exact = block_mean.reference(x.double(), block, lead, padded_tail, index)
     got = block_mean_triton(x, block, lead, padded_tail, index)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=2e-6)
     for centred in (False, True):
-        alike = block_similarity.plain(x.double(), block, lead, centred, index)
+        alike = block_similarity.reference(x.double(), block, lead, centred, index)
         got = block_similarity_triton(x, block, lead, centred, index)
         torch.testing.assert_close(got.double(), alike, rtol=1e-5, atol=2e-6)
 
@@ -72,8 +72,8 @@ def test_infinite_and_undefined_tokens(device: str) -> None:
     x = tokens(1, 1, 70, 16, device=device)
     x[0, 0, 3, 2], x[0, 0, 40, 1], x[0, 0, 64:] = float("nan"), float("inf"), 0.0
     for got, exact in (
-        (block_mean_triton(x, 16, 0, False, None), block_mean.plain(x, 16, 0, False, None)),
-        (block_similarity_triton(x, 16, 0, False, None), block_similarity.plain(x, 16, 0, False, None)),
+        (block_mean_triton(x, 16, 0, False, None), block_mean.reference(x, 16, 0, False, None)),
+        (block_similarity_triton(x, 16, 0, False, None), block_similarity.reference(x, 16, 0, False, None)),
     ):
         torch.testing.assert_close(got, exact, equal_nan=True)
 

@@ -22,7 +22,7 @@ def random_logits(grid: bs.Grid, device: str) -> Tensor:
 
 
 def assert_right(logits: Tensor, grid: bs.Grid, segment: int | None = None) -> None:
-    want, want_own = block_softmax.plain(logits.double(), grid, scale=0.3, segment=segment)
+    want, want_own = block_softmax.reference(logits.double(), grid, scale=0.3, segment=segment)
     for compute in (kernel.block_softmax_triton, block_softmax):
         mass, own = compute(logits.clone(), grid, scale=0.3, segment=segment)
         assert mass.dtype == torch.float32
@@ -69,6 +69,6 @@ def test_prefixes(tile: int, monkeypatch: pytest.MonkeyPatch, device: str) -> No
         torch.arange(0, 125, 25, device=device).view(1, 1, 5, 1),
         torch.full((2, 3, 1, 1), 64, device=device),
     ):
-        want = prefix_softmax.plain(logits.double(), seen)
+        want = prefix_softmax.reference(logits.double(), seen)
         for compute in (kernel.prefix_softmax_triton, prefix_softmax):
             torch.testing.assert_close(compute(logits.clone(), seen), want.float(), rtol=1e-5, atol=1e-7)

@@ -43,7 +43,7 @@ def assert_right(given: dict[str, Any], tiles: Tiles | PooledTiles | None = SMAL
         tiles = SMALL_POOLED
     got = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
     wide = {name: x.double() if name in ("q", "k") else x for name, x in given.items()}
-    want = cell_mass.plain(**wide)
+    want = cell_mass.reference(**wide)
     assert got.dtype == torch.float32
     # What fills a short cell is rounded to the precision of its tokens.
     rounding = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 1e-2}[given["q"].dtype]
@@ -77,7 +77,7 @@ def test_what_is_not_finite_spoils_the_same_rows(joint: bool, where: str, value:
     q, k, _ = make_qkv(N=130, Hq=4, Hkv=2, D=16, device=device)
     (k if where == "k" else q)[0, 0, 70] = value
     given = arguments(q, k, joint=joint)
-    got, want = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL), cell_mass.plain(**given)
+    got, want = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL), cell_mass.reference(**given)
     seen = torch.ones_like(want).tril()[0, 0].bool()  # beyond it nothing is ever kept
     assert 0 < int(want[0, 0].isnan()[seen].sum()) < int(seen.sum())
     torch.testing.assert_close(got[..., seen], want[..., seen], rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -88,10 +88,10 @@ def test_a_cell_whose_logits_are_all_minus_infinity_holds_no_mass(changed: dict[
     """As one that reaches no key; the other cells of its row of blocks keep theirs, in kernels as in plain torch."""
     q, k, _ = make_qkv(N=130, Hq=4, Hkv=2, D=16, device=device)
     k[..., 3] = k[..., 3].abs() + 0.1
-    finite = cell_mass.plain(**arguments(q, k, **changed))[0, 0, 70 // 16]
+    finite = cell_mass.reference(**arguments(q, k, **changed))[0, 0, 70 // 16]
     q[0, 0, 70, 3] = -float("inf")
     given, joint = arguments(q, k, **changed), "joint" in changed
-    want = cell_mass.plain(**given)
+    want = cell_mass.reference(**given)
     cells = want.new_tensor(1.0 if joint else 3.0)  # of four; all share a mass of 1 if joint
     torch.testing.assert_close(want[0, 0, 70 // 16].sum(), cells, rtol=1e-5, atol=0)
     assert joint or bool((want[0, 0, 70 // 16] <= finite + 1e-6).all())

@@ -1,4 +1,4 @@
-"""What chooses blocks on a CPU: the compiled kernel against the plain torch twins, in float64 where sums are rounded."""
+"""What chooses blocks on a CPU: the compiled kernel against its reference, in float64 where sums are rounded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def arguments(*given: Any, **changed: Any) -> dict[str, Any]:
 
 def assert_mass_is_right(given: dict[str, Any]) -> None:
     got = cpu_scores.cell_mass_on_cpu(**given)
-    want = cell_mass.plain(**{name: x.double() if name in ("q", "k") else x for name, x in given.items()})
+    want = cell_mass.reference(**{name: x.double() if name in ("q", "k") else x for name, x in given.items()})
     short = given["of"].q_lead or (given["q"].shape[2] | given["k"].shape[2]) % given["of"].slots
     rounding = 1e-2 if short and given["q"].dtype != torch.float32 else 0.0  # of what fills a short cell
     assert got.dtype == torch.float32
@@ -72,7 +72,7 @@ def test_probes(M: int, N: int, P: int, dtype: torch.dtype) -> None:
             continue
         given = (4 * q[:, :, -P:], k, M, causal, 0.3, window)
         got = cpu_scores.probe_lines_on_cpu(*given)
-        want = probe_lines.plain(given[0].double(), k.double(), *given[2:])
+        want = probe_lines.reference(given[0].double(), k.double(), *given[2:])
         for ours, exact in zip(got, want, strict=True):
             torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=1e-7)
     for seen, causal, per_query_head in ((N, True, True), (N - N // 3, False, True), (N, True, False)):
@@ -80,7 +80,7 @@ def test_probes(M: int, N: int, P: int, dtype: torch.dtype) -> None:
             continue
         rest = (P, seen, causal, 0.3, per_query_head)
         weight = cpu_scores.key_importance_on_cpu(4 * q, k, *rest).sum(2)
-        exact = key_importance.plain(4 * q.double(), k.double(), *rest).sum(2)
+        exact = key_importance.reference(4 * q.double(), k.double(), *rest).sum(2)
         torch.testing.assert_close(weight.double(), exact, rtol=2e-5, atol=1e-7)
 
 
@@ -127,15 +127,17 @@ def test_means_and_similarities(N: int, D: int, block: int, lead: int, dtype: to
     for order in (None, index):
         for padded in (False, True):
             got = cpu_choices.block_mean_on_cpu(x, block, lead, padded, order)
-            want = block_mean.plain(x.double(), block, lead, padded, order)
+            want = block_mean.reference(x.double(), block, lead, padded, order)
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
         for centred in (False, True):
             got = cpu_choices.block_similarity_on_cpu(x, block, lead, centred, order)
-            want = block_similarity.plain(x.double(), block, lead, centred, order)
+            want = block_similarity.reference(x.double(), block, lead, centred, order)
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
     q, guide = make_qkv(B=2, N=N, Hq=4, Hkv=2, D=D, dtype=dtype)[0], torch.randn(2, 2, D)
     found = cpu_choices.mean_and_products_on_cpu(q, guide, block, lead)
-    for ours, exact in zip(found, mean_and_products.plain(q.double(), guide.double(), block, lead), strict=True):
+    for ours, exact in zip(
+        found, mean_and_products.reference(q.double(), guide.double(), block, lead), strict=True
+    ):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -159,5 +161,5 @@ def test_products_and_orders(dtype: torch.dtype) -> None:
         assert bool((out[..., :9] == 7).all())
         for row in range(60):
             exact = torch.full((1, 1, 1, count), 7, dtype=torch.int32)
-            coarse_order.plain(one[:, :1], keys[:, row : row + 1], until + row % 5 * 50, 50, exact)
+            coarse_order.reference(one[:, :1], keys[:, row : row + 1], until + row % 5 * 50, 50, exact)
             assert torch.equal(out.view(60, -1)[row, 9:], exact.flatten()), (until, row)

@@ -33,7 +33,7 @@ def test_equals_the_twin(kind: str, with_forced: bool, device: str) -> None:
     for heads, theta, more in ((H, 0.25, 0), (1, 0.25, 1), (H, per_head, 0), (1, per_head[:, :1], 0)):
         values = some(B, H, rows, cols + more)[..., :cols]
         of_q, of_k = some(B, H, rows), some(B, heads, cols)
-        want, want_forced = gate_blocks.plain(values, of_q, of_k, theta, forced, grid)
+        want, want_forced = gate_blocks.reference(values, of_q, of_k, theta, forced, grid)
         given = values.clone()
         got, got_forced = gate_blocks_triton(values, of_q, of_k, theta, forced, grid)
         same: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}

@@ -14,7 +14,7 @@ from tests.machine import DTYPES
 def assert_right(q: torch.Tensor, k: torch.Tensor, P: int, *, causal: bool) -> None:
     probe, scale = 4 * q[:, :, -P:], q.shape[-1] ** -0.5
     got = probe_lines_triton.probe_lines_triton(probe, k, q.shape[2], causal, scale)
-    want = probe_lines.plain(probe.double(), k.double(), q.shape[2], causal, scale)
+    want = probe_lines.reference(probe.double(), k.double(), q.shape[2], causal, scale)
     for ours, exact in zip(got, want, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-7)
@@ -67,7 +67,7 @@ def test_what_is_not_finite_spoils_the_same_lines(where: str, value: float, devi
     q, k, _ = make_qkv(N=90, Hq=4, Hkv=2, D=16, device=device)
     (k if where == "key" else q)[0, 0, 87] = value
     got = probe_lines_triton.probe_lines_triton(q[:, :, -10:], k, 90, True, 0.25)
-    want = probe_lines.plain(q[:, :, -10:], k, 90, True, 0.25)
+    want = probe_lines.reference(q[:, :, -10:], k, 90, True, 0.25)
     for ours, its in zip(got, want, strict=True):
         assert its.isnan().any(-1).tolist() == [[True, where == "key", False, False]]
         torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-7, equal_nan=True)

@@ -16,9 +16,9 @@ def assert_right(q: torch.Tensor, k: torch.Tensor, P: int, run: int) -> None:
     probe, scale = 4 * q[:, :, -P:], q.shape[-1] ** -0.5
     assert probe_sums_triton.takes(probe, run)
     got = probe_sums_triton.probe_sums_triton(probe, k, scale, run)
-    want = probe_lines.plain(probe.double(), k.double(), q.shape[2], True, scale)
+    want = probe_lines.reference(probe.double(), k.double(), q.shape[2], True, scale)
     for ours, lines in zip(got, want, strict=True):
-        exact = run_sums.plain(lines, run)
+        exact = run_sums.reference(lines, run)
         assert ours.dtype == torch.float32
         assert ours.shape == exact.shape
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-7)
@@ -76,7 +76,7 @@ def test_what_is_not_finite_spoils_the_same_sums(where: str, value: float, devic
     q, k, _ = make_qkv(N=90, Hq=4, Hkv=2, D=16, device=device)
     (k if where == "key" else q)[0, 0, 87] = value
     got = probe_sums_triton.probe_sums_triton(q[:, :, -10:], k, 0.25, 16)
-    for ours, lines in zip(got, probe_lines.plain(q[:, :, -10:], k, 90, True, 0.25), strict=True):
-        its = run_sums.plain(lines, 16)
+    for ours, lines in zip(got, probe_lines.reference(q[:, :, -10:], k, 90, True, 0.25), strict=True):
+        its = run_sums.reference(lines, 16)
         assert its.isnan().any(-1).tolist() == [[True, where == "key", False, False]]
         torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-7, equal_nan=True)

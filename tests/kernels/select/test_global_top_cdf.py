@@ -26,7 +26,7 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_same(values: Tensor, forced: Tensor | None, mass: Tensor, grid: bs.Grid, *, crossing: bool) -> None:
-    want = global_top_cdf.plain(values, forced, mass, grid, crossing=crossing)
+    want = global_top_cdf.reference(values, forced, mass, grid, crossing=crossing)
     for compute in (kernels.global_top_cdf_triton, global_top_cdf):
         assert torch.equal(compute(values, forced, mass, grid, crossing=crossing), want)
 
@@ -83,7 +83,7 @@ def test_heads_that_nobody_asks_for(device: str, monkeypatch: pytest.MonkeyPatch
     asked = number < 0.5
     assert bool(asked.any())
     assert not bool(asked.all())
-    want = global_top_cdf.plain(values, None, targets(0.6, device), grid, crossing=True)
+    want = global_top_cdf.reference(values, None, targets(0.6, device), grid, crossing=True)
     monkeypatch.setattr(torch, "empty", torch.zeros)
     got = kernels.global_top_cdf_triton(
         values, None, targets(0.6, device), grid, crossing=True, heads=Below(number, bound)

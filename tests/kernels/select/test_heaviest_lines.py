@@ -54,15 +54,15 @@ def test_heaviest(kind: str, device: str) -> None:
         weight = lines_of(n, kind, device) - (0.5 if kind == "plain" else 0.0)
         for counts, first in (([1.0], 0), ([n // 2, 0, 2 * n], 3), ([40.0], 2**29), ([7.0, 9.0, 1e9], 0)):
             count = torch.tensor(counts, dtype=torch.float64, device=device).view(1, -1, 1)
-            want = heaviest.plain(weight, count, first)
+            want = heaviest.reference(weight, count, first)
             assert torch.equal(heaviest_triton(weight, count, first), want), (n, counts, first)
             spared = torch.tensor([5.0], dtype=torch.float64, device=device).view(1, 1, 1), n // 3
-            want = heaviest.plain(weight, count, first, spared)
+            want = heaviest.reference(weight, count, first, spared)
             assert not want[..., max(first, n - min(5, n // 3)) :].any()
             assert torch.equal(heaviest_triton(weight, count, first, spared), want), (n, counts, first)
             others = lines_of(n // 2 + 3, kind, device)
             number = torch.full((1, 1, 1), 4.0, dtype=torch.float64, device=device)
             both = heaviest_of_both_triton(weight, others, (count, number), (first, 2), spared)
-            wanted = want, heaviest.plain(others, number, 2)
+            wanted = want, heaviest.reference(others, number, 2)
             for counted, taken in zip(both, wanted, strict=True):
                 assert torch.equal(counted, running_count(taken)), (n, counts, first)

@@ -48,7 +48,7 @@ def test_lines(kind: str, device: str) -> None:
         columns = Lines(running_count(keys), 1 if key_run == 1 else grid.k_block)
         bands = Lines(running_count(distances), run)
         want = by_ranges(keys, 1, distances, run, grid) if key_run == 1 else None
-        reference = line_blocks.plain(columns, bands, grid)
+        reference = line_blocks.reference(columns, bands, grid)
         if want is not None:
             assert torch.equal(reference, want)
         assert torch.equal(line_blocks_triton(columns, bands, grid), reference)
@@ -60,5 +60,5 @@ def test_lines(kind: str, device: str) -> None:
             {"first": 9},
             {"also": also[:, :1], "whole": whole[:, :1], "first": 1},
         ):
-            reference = line_blocks.plain(columns, bands, grid, **more)
+            reference = line_blocks.reference(columns, bands, grid, **more)
             assert torch.equal(line_blocks_triton(columns, bands, grid, **more), reference), more

@@ -27,7 +27,7 @@ def test_kernel_and_reference(kind: str, of: Of, device: str) -> None:
     for alpha in (targets([0.3, 0.1, 1.0], device), 0.05):
         for also in (None, forced):
             for places in (NOWHERE, Places(near=3, last=2)):
-                want = row_share.plain(values, also, alpha, grid, of=of, places=places)
+                want = row_share.reference(values, also, alpha, grid, of=of, places=places)
                 for compute in (row_share_triton, row_share):
                     assert torch.equal(compute(values, also, alpha, grid, of=of, places=places), want)
 
@@ -62,7 +62,7 @@ def test_rows_too_long_for_a_program(monkeypatch: pytest.MonkeyPatch, device: st
             with pytest.raises(NotImplementedError):
                 row_share(values, None, 0.5, grid, of="peak")
         else:
-            want = row_share.plain(values, None, 0.5, grid, of="peak")
+            want = row_share.reference(values, None, 0.5, grid, of="peak")
             assert torch.equal(row_share(values, None, 0.5, grid, of="peak"), want)
 
 

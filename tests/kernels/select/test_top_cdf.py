@@ -136,7 +136,7 @@ def test_places_are_kept_besides(kind: str, device: str) -> None:
     rules = (Places(near=5), False), (Places(near=3, first=1, stride=(3, 7)), True), (Places(near=2, last=9), True)
     for places, crossing in rules:
         alone = top_cdf_reference(values, None, 0.6, grid, crossing=crossing)
-        want = within_reach.plain(alone, grid, places=places, diagonal=True)
+        want = within_reach.reference(alone, grid, places=places, diagonal=True)
         for compute in (top_cdf_triton, top_cdf, top_cdf_reference):
             assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, places=places), want)
 

@@ -33,7 +33,7 @@ def assert_same(values: Tensor, forced: Tensor | None, grid: bs.Grid, rules: lis
                 1, -1, 1, 1
             )
         k, share = call.pop("k"), call.pop("share")
-        want = top_k.plain(values, forced, k, share, grid, **call)
+        want = top_k.reference(values, forced, k, share, grid, **call)
         for compute in (top_k_triton, top_k):
             assert torch.equal(compute(values, forced, k, share, grid, **call), want), rule
 

@@ -13,7 +13,7 @@ from blocksparse.kernels.select.top_k_triton import visiting_order_triton
 
 
 def assert_same(keep: Tensor, rank: Tensor, tau: Tensor) -> None:
-    want = visiting_order.plain(keep, rank, tau)
+    want = visiting_order.reference(keep, rank, tau)
     for compute in (visiting_order_triton, visiting_order):
         for ours, its in zip(compute(keep, rank, tau), want, strict=True):
             assert ours.dtype == torch.int32
@@ -45,6 +45,6 @@ def test_layouts(device: str) -> None:
 def test_kept_blocks_come_first_whatever_their_rank(device: str) -> None:
     keep = torch.eye(4, dtype=torch.bool, device=device).expand(1, 1, 4, 4)
     rank = torch.full((1, 1, 4, 4), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
-    for compute in (visiting_order_triton, visiting_order.plain):
+    for compute in (visiting_order_triton, visiting_order.reference):
         index, _, _ = compute(keep, rank, torch.tensor([0.5], device=device))
         assert index[0, 0, :, 0].tolist() == [0, 1, 2, 3]

@@ -38,8 +38,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.sizes import Below
-from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.launch.torch_modes import without_autocast
 

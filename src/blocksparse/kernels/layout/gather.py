@@ -32,7 +32,7 @@ import math
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.common.twins import on_gpus
+from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.launch.torch_modes import without_autocast
 
 
@@ -56,7 +56,7 @@ def gather_two(
         wanted: `[B|1, Hw, blocks]` bool, which blocks of `block` rows of the result anyone reads; `Hw` divides `H`. Rows
             of the others may hold anything, and on GPUs they are not written. None for all.
     """
-    return gather_rows.plain(x, index), gather_rows.plain(y, index)
+    return gather_rows.reference(x, index), gather_rows.reference(y, index)
 
 
 @on_gpus()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.sizes import index_dtype
-from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.masks.grid import BlockGrid
 
 NEVER = torch.iinfo(torch.int32).max
@@ -58,7 +58,7 @@ def block_places(
         q_position = pad(q_position, (lead, -(lead + M) % q_block), value=-1)
     if k_position.shape[-1] % k_block:
         k_position = pad(k_position, (0, -k_position.shape[-1] % k_block), value=-1)
-    return q_position, k_position, block_bounds.plain(q_position, k_position, q_block, k_block, q.shape[1])
+    return q_position, k_position, block_bounds.reference(q_position, k_position, q_block, k_block, q.shape[1])
 
 
 @on_gpus()

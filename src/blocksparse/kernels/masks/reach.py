@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.masks.grid import NOWHERE, BlockGrid, Places, last_from
 
 _MASK = 2**32 - 1

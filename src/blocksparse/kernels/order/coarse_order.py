@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
+from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
 from blocksparse.kernels.gemm.products import products
 from blocksparse.kernels.score import cpu_choices, cpu_scores
 from blocksparse.kernels.score.block_mean import block_mean
@@ -130,4 +130,4 @@ def mean_and_products(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> tuple[
     parts = [
         products(part.to(guide.dtype), guide.unsqueeze(2)).squeeze(-1) for part in q.split(_QUERIES_AT_ONCE, dim=2)
     ]
-    return block_mean.plain(q, S, lead, False, None), torch.cat(parts, dim=-1)
+    return block_mean.reference(q, S, lead, False, None), torch.cat(parts, dim=-1)

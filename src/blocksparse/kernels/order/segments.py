@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
+from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
 from blocksparse.kernels.gemm.products import products
 from blocksparse.kernels.score import cpu_scores
 

@@ -20,8 +20,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.dispatch import FLOATS, on_gpus
 from blocksparse.kernels.common.hardware import hardware_of
-from blocksparse.kernels.common.twins import FLOATS, on_gpus
 from blocksparse.kernels.gemm.products import products
 from blocksparse.kernels.quantize.tokens import (
     FP8_LIMIT,

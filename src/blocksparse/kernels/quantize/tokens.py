@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.common.twins import FLOATS, on_gpus
+from blocksparse.kernels.common.dispatch import FLOATS, on_gpus
 from blocksparse.kernels.gemm.products import products
 from blocksparse.kernels.layout.gather import gather_rows
 
@@ -154,7 +154,7 @@ def in_slot_order(x: Tensor, index: Tensor | None) -> Tensor:
     """Tokens of `x` `[B, Hx, N, D]` by `index` `[B, H, slots]`, zeros in empty slots; `x` itself without an index."""
     if index is None:
         return x
-    return gather_rows.plain(x, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
+    return gather_rows.reference(x, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
 
 
 def _rounded(x: Tensor, empty: Tensor | None, block: int, lead: int, shared: bool) -> tuple[Tensor, Tensor]:
@@ -170,6 +170,6 @@ def fp8_values(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         index: `[B, H, slots]` int32, the value in each slot; `Hkv` divides `H`. None leaves values in place.
     """
     if index is not None:
-        v = gather_rows.plain(v, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
+        v = gather_rows.reference(v, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
     values, scale = fp8_per_token(v)
     return values.contiguous(), scale

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
 from blocksparse.kernels.common.sizes import Below
-from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
 from blocksparse.kernels.layout.gather import gather_rows
 from blocksparse.kernels.score import cpu_choices, cpu_scores
 
@@ -41,7 +41,7 @@ def block_mean(
         index: `[B, H, N]` int32, the token in each slot; `Hx` divides `H`.
         heads: those whose means are asked for; in the others entries have no meaning.
     """
-    x = _token_by_token(x if index is None else gather_rows.plain(x, index))
+    x = _token_by_token(x if index is None else gather_rows.reference(x, index))
     N, dtype = x.shape[2], torch.promote_types(x.dtype, torch.float32)
     whole_from = min(-lead % block, N)
     whole_to = whole_from + (N - whole_from) // block * block
@@ -82,7 +82,7 @@ def block_similarity(
     A token of zeros has the cosine 0 with every token. Arguments as in `block_mean`; `centred` subtracts the mean of
     all tokens of a head first.
     """
-    x = x if index is None else gather_rows.plain(x, index)
+    x = x if index is None else gather_rows.reference(x, index)
     (B, H, N, D), dtype = x.shape, torch.promote_types(x.dtype, torch.float32)
     centre = x.mean(2, keepdim=True, dtype=dtype) if centred else None
     step = max(1, _WORKSPACE // (B * H * block * D)) * block
@@ -92,7 +92,7 @@ def block_similarity(
         part = part if centre is None else part - centre
         length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
         unit = part / length.masked_fill(length == 0, 1.0)
-        mean = block_mean.plain(unit, block, max(-start, 0), False, None)  # [B, H, blocks, D]
+        mean = block_mean.reference(unit, block, max(-start, 0), False, None)  # [B, H, blocks, D]
         similarity.append(mean.square().sum(-1).clamp(max=1.0))
     return torch.cat(similarity, dim=-1)
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.sizes import Below
-from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.masks.grid import BlockGrid
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
 from blocksparse.kernels.common.sizes import ROOM
-from blocksparse.kernels.common.twins import FLOATS, compiled, on_gpus
 from blocksparse.kernels.gemm.products import Cells, cells, means_of_short_cells, products, wide_dtype
 from blocksparse.kernels.score import cpu_scores
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.dispatch import FLOATS, on_gpus
 from blocksparse.kernels.common.sizes import ROOM, cdiv
-from blocksparse.kernels.common.twins import FLOATS, on_gpus
 from blocksparse.kernels.gemm.products import Cells, cells, products, wide_dtype
 from blocksparse.kernels.layout.gather import gather_rows
 from blocksparse.kernels.score import cpu_choices, cpu_scores
@@ -51,7 +51,7 @@ def cell_means(
         q_index: `[B, Hq, M]` int32, the query in each slot.
         k_index: `[B, H, N]` int32, the key in each slot; `Hkv` divides `H`.
     """
-    return cell_mean.plain(q, slots, lead, padded_tail, q_index), cell_mean.plain(
+    return cell_mean.reference(q, slots, lead, padded_tail, q_index), cell_mean.reference(
         k, slots, 0, padded_tail, k_index
     )
 
@@ -61,7 +61,7 @@ def cell_mean(
     x: Tensor, slots: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
 ) -> Tensor:
     """Means of cells of queries or of keys alone: `[B, H, cells, D]` of `x` `[B, Hx, N, D]`."""
-    x = x if index is None else gather_rows.plain(x, index)
+    x = x if index is None else gather_rows.reference(x, index)
     by_slot = cells(x, slots, lead).unbind(3)  # `slots` of [B, H, cells, D]
     sums = by_slot[0].to(wide_dtype(x), copy=True)
     for tokens in by_slot[1:]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.common.twins import compiled, on_gpus
+from blocksparse.kernels.common.dispatch import compiled, on_gpus
 from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.kernels.masks.grid import sees
 from blocksparse.kernels.score import cpu_scores

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import joined, rows_of
+from blocksparse.kernels.common.dispatch import FLOATS
 from blocksparse.kernels.common.hardware import Hardware, hardware_of, needed
 from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, power_of_2
-from blocksparse.kernels.common.twins import FLOATS
 from blocksparse.launch.launches import remembered
 
 _TILES = 8  # tiles of keys that a program takes one behind another

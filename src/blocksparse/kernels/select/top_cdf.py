@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.common.twins import on_gpus
+from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.masks.grid import NOWHERE, BlockGrid, Places
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.score import cpu_choices, cpu_scores
@@ -130,7 +130,7 @@ def top_cdf_reference(
             rank = torch.arange(values.shape[-1], device=mass.device)
             taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
         keep = (share.put_back(taken) | always) | (mass >= 1)
-    return within_reach.plain(keep, grid, places=places)
+    return within_reach.reference(keep, grid, places=places)
 
 
 @on_gpus(torch.float32, where=lambda values, *_, **__: values.shape[-1] <= MAX_COLS)
@@ -166,4 +166,4 @@ def row_share(
         least = alpha.double() * ticks.sum(-1, keepdim=True).double()
         keep = (ticks.double() * root >= least) & (ticks > 0)
     keep = keep if forced is None else keep | forced
-    return within_reach.plain(keep, grid, places=places, diagonal=True)
+    return within_reach.reference(keep, grid, places=places, diagonal=True)

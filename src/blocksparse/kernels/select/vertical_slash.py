@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.sizes import FAR, Below
-from blocksparse.kernels.common.twins import on_gpus
 from blocksparse.kernels.masks.grid import BlockGrid, Places
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.select.top_cdf import running_share

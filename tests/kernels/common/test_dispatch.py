@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 import blocksparse.kernels
-from blocksparse.kernels.common.twins import Twins, compiled, on_gpus
+from blocksparse.kernels.common.dispatch import Dispatched, compiled, on_gpus
 
 _ROOT = Path(blocksparse.kernels.__path__[0])
 _MODULES = [
     f"blocksparse.kernels.{path.parent.name}.{path.stem}"
     for path in sorted(_ROOT.glob("*/*.py"))
-    if "@on_gpus" in path.read_text() and path.stem != "twins"
+    if "@on_gpus" in path.read_text() and path.stem != "dispatch"
 ]
-_TWINS = {
+_OPERATIONS = {
     f"{module}.{name}": value
     for module in _MODULES
     for name, value in vars(importlib.import_module(module)).items()
-    if isinstance(value, Twins) and value.__module__ == module
+    if isinstance(value, Dispatched) and value.__module__ == module
 }
 
 
@@ -32,12 +32,12 @@ def _parameters(function: Any) -> list[tuple[str, object, object]]:
     return [(name, x.kind, x.default) for name, x in inspect.signature(function).parameters.items()]
 
 
-@pytest.mark.parametrize("name", _TWINS)
+@pytest.mark.parametrize("name", _OPERATIONS)
 def test_a_kernel_has_the_signature_of_its_operation(name: str) -> None:
     pytest.importorskip("triton")
-    operation: Any = _TWINS[name]
-    while isinstance(operation, Twins):
-        kernel, mine = _parameters(operation.kernel()), _parameters(operation.plain)
+    operation: Any = _OPERATIONS[name]
+    while isinstance(operation, Dispatched):
+        kernel, mine = _parameters(operation.kernel()), _parameters(operation.reference)
         assert kernel[: len(mine)] == mine
         assert all(default is not inspect.Parameter.empty for _, _, default in kernel[len(mine) :])
         operation = operation.otherwise
@@ -57,7 +57,7 @@ def operation(x: Tensor, n: int = 1) -> str:
 def test_who_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1)
     assert operation.__doc__ == "What it does."
-    assert (operation(x), operation(x.half()), operation.plain(x.half(), n=2)) == (
+    assert (operation(x), operation(x.half()), operation.reference(x.half(), n=2)) == (
         "plain 1",
         "compiled 1",
         "plain 2",

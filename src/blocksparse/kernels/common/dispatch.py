@@ -1,10 +1,10 @@
-"""Operations that are written twice: in plain torch, and as a kernel for some of the calls.
+"""Operations with a reference implementation in plain torch, and a kernel for some of the calls.
 
     @on_gpus(torch.float32)
     def run_sums(x: Tensor, run: int) -> Tensor: ...
 
 is `run_sums_triton`, of the module of the same name and with the same arguments, for fp32 on a GPU. Every other call
-computes what is written, in plain torch, and so does `run_sums.plain`, whatever it is given.
+runs the function as written, and so does every call of `run_sums.reference`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @final
-class Twins(Generic[P, R]):
+class Dispatched(Generic[P, R]):
     """An operation: `kernel` for the calls that `takes` says, `otherwise` for the others."""
 
     def __init__(
         self, otherwise: Callable[P, R], takes: Callable[..., bool], kernel: Callable[[], Callable[P, R]]
     ) -> None:
         functools.update_wrapper(self, otherwise)
-        self.plain: Callable[P, R] = getattr(otherwise, "plain", otherwise)
+        self.reference: Callable[P, R] = getattr(otherwise, "reference", otherwise)
         self.kernel = functools.cache(kernel)
         self.otherwise, self._takes = otherwise, takes
 
@@ -47,7 +47,7 @@ def on_gpus(
     *dtypes: torch.dtype,
     of: Callable[..., Tensor] = lambda x, *_, **__: x,
     where: Callable[..., bool] | None = None,
-) -> Callable[[Callable[P, R]], Twins[P, R]]:
+) -> Callable[[Callable[P, R]], Dispatched[P, R]]:
     """The operation is a Triton kernel for tensors on a GPU, of these dtypes or, if there are none here, of any.
 
     A function `name` of the module `path` takes `name_triton` of `path_triton`, which is imported at the first such call.
@@ -61,13 +61,13 @@ def on_gpus(
         x = of(*args, **named)
         return x.is_cuda and (not dtypes or x.dtype in dtypes) and (where is None or where(*args, **named))
 
-    def twins(otherwise: Callable[P, R]) -> Twins[P, R]:
+    def dispatched(otherwise: Callable[P, R]) -> Dispatched[P, R]:
         module, name = f"{otherwise.__module__}_triton", f"{otherwise.__name__}_triton"
-        return Twins(otherwise, takes, lambda: getattr(importlib.import_module(module), name))
+        return Dispatched(otherwise, takes, lambda: getattr(importlib.import_module(module), name))
 
-    return twins
+    return dispatched
 
 
-def compiled(kernel: Callable[P, R], takes: Callable[..., bool]) -> Callable[[Callable[P, R]], Twins[P, R]]:
+def compiled(kernel: Callable[P, R], takes: Callable[..., bool]) -> Callable[[Callable[P, R]], Dispatched[P, R]]:
     """The operation is this function for the calls that `takes` says, by all of their arguments."""
-    return lambda otherwise: Twins(otherwise, takes, lambda: kernel)
+    return lambda otherwise: Dispatched(otherwise, takes, lambda: kernel)
