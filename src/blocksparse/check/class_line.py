@@ -12,7 +12,7 @@ import operator
 from functools import cache, reduce
 from math import lcm
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import attrs
 
@@ -135,20 +135,23 @@ def _meaning(value: type | UnionType) -> str:
     return f": {a_name(value)} is {line[:1].lower()}{line[1:]}"
 
 
-class Cut(Protocol):
-    """A stage."""
+class Stage:
+    """One of the first three stages, which choose the blocks of a call."""
 
     def alignment(self, causal: bool) -> int:
-        """Number of tokens of which the ends of parts of the queries must be a multiple."""
+        """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.
+
+        A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
+        `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
+
+        Raises:
+            ValueError: a part may choose otherwise. The message has the reason, if the stage defines one.
+        """
+        name = type(self).__name__
+        raise ValueError(f"{name} does not say where queries may be cut, as a method 'alignment' of {name} would")
 
 
-def unknown(stage: object) -> ValueError:
-    """The error of a stage that does not say where queries may be cut."""
-    name = type(stage).__name__
-    return ValueError(f"{name} does not say where queries may be cut, as a method 'alignment' of {name} would")
-
-
-def of_parts(causal: bool, *stages: Cut) -> int:
+def of_parts(causal: bool, *stages: Stage) -> int:
     """The alignment of stages together.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import unknown
+from blocksparse.check.class_line import Stage
 from blocksparse.check.validators import maybe_whole, optional, size
 from blocksparse.kernels.layout.gather import gather_rows, gather_two, inverse, scatter_rows
 from blocksparse.spec import AttentionSpec
@@ -203,7 +203,7 @@ class GlobalPermutation(Permutation):
 PermutationT_co = TypeVar("PermutationT_co", bound=Permutation, covariant=True)
 
 
-class Permuter(ABC, Generic[PermutationT_co]):
+class Permuter(Stage, ABC, Generic[PermutationT_co]):
     """Role: decides the order of the tokens. It returns an index map and moves no token."""
 
     @abstractmethod
@@ -214,17 +214,6 @@ class Permuter(ABC, Generic[PermutationT_co]):
     def moves_keys(self) -> bool:
         """Whether keys may move to other slots. False promises that `k_index` is None."""
         return True
-
-    def alignment(self, causal: bool) -> int:
-        """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.
-
-        A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
-        `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
-
-        Raises:
-            ValueError: a part may choose otherwise. The message has the reason, if the stage defines one.
-        """
-        raise unknown(self)
 
 
 @final

@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import unknown
+from blocksparse.check.class_line import Stage
 from blocksparse.check.per_head import PerHead
 from blocksparse.check.validators import block_size, maybe_whole, optional, whole
 from blocksparse.grid import Grid
@@ -87,7 +87,7 @@ PermutationT_contra = TypeVar("PermutationT_contra", bound=Permutation, contrava
 ScoresT_co = TypeVar("ScoresT_co", bound=BlockScores, covariant=True)
 
 
-class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
+class Scorer(Stage, ABC, Generic[PermutationT_contra, ScoresT_co]):
     """Role: gives the score of each block, the pairs of one row of queries and one column of keys.
 
     It makes the grid, which defines the pairs that may be attended to: those that causality and a sliding window
@@ -122,17 +122,6 @@ class Scorer(ABC, Generic[PermutationT_contra, ScoresT_co]):
     def values_below(self) -> PerHead | None:
         """The divergence below which a head has values; None if all heads have values."""
         return None
-
-    def alignment(self, causal: bool) -> int:
-        """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.
-
-        A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
-        `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
-
-        Raises:
-            ValueError: a part may choose otherwise. The message has the reason, if the stage defines one.
-        """
-        raise unknown(self)
 
 
 class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):

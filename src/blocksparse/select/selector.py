@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, final
 
 from attrs import field, fields, frozen, has
 
-from blocksparse.check.class_line import of_parts, unknown
+from blocksparse.check.class_line import Stage, of_parts
 from blocksparse.check.per_head import PerHead
 from blocksparse.check.validators import a
 from blocksparse.kernels.common.sizes import Below
@@ -20,7 +20,7 @@ ScoresT_contra = TypeVar("ScoresT_contra", bound=BlockScores, contravariant=True
 MaskT_co = TypeVar("MaskT_co", bound=BlockMask, covariant=True)
 
 
-class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
+class Selector(Stage, ABC, Generic[ScoresT_contra, MaskT_co]):
     """Role: selects the blocks to keep.
 
     A selector must keep `grid.diagonal`, so that no causal query is left without a key, and may keep only
@@ -88,17 +88,6 @@ class Selector(ABC, Generic[ScoresT_contra, MaskT_co]):
     def with_places(self, scores: ScoresT_contra, places: Places) -> BlockMask | None:
         """Union of this selection and `places` in one launch; None if no kernel does both."""
         return None
-
-    def alignment(self, causal: bool) -> int:
-        """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.
-
-        A part of a causal call has the keys up to its own end, and gets the number of tokens that follow as
-        `remaining`. A part of another call has all keys. Schemes of `distributed` cut calls so.
-
-        Raises:
-            ValueError: a part may choose otherwise. The message has the reason, if the stage defines one.
-        """
-        raise unknown(self)
 
 
 @final
