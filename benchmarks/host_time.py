@@ -68,11 +68,11 @@ def passes(dense_below: float) -> dict[str, list[Make]]:
         "mixed plan": [_kept(made(MIXED[layer % 2], mass)) for layer, mass in enumerate(masses)],
         "kept, mean_pooling": [_kept(made("mean_pooling"))] * LAYERS,
     }
-    if "repeats" in fields_dict(bs.Pipeline):
+    if "replay" in fields_dict(bs.Pipeline):
         for name, makes in list(found.items()):
-            found[f"{name}; not repeated"] = [partial(_without_repeating, make) for make in makes]
+            found[f"{name}; not replayed"] = [partial(_without_replay, make) for make in makes]
             if name not in ("new", "of new stages"):  # made once, as the plan is
-                found[f"{name}; not repeated"] = [_kept(_without_repeating(make)) for make in makes]
+                found[f"{name}; not replayed"] = [_kept(_without_replay(make)) for make in makes]
     return found
 
 
@@ -87,8 +87,8 @@ def _of_stages(dense_below: float) -> Any:
     return bs.Pipeline(order, bs.MeanPoolScorer(128), selector, bs.AutoExecutor(dense_below=dense_below))
 
 
-def _without_repeating(make: Make) -> Any:
-    return evolve(make(), repeats=False)
+def _without_replay(make: Make) -> Any:
+    return evolve(make(), replay=False)
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def main() -> None:
     for dense_below in arguments.dense_below:
         with torch.inference_mode():
             found = passes(dense_below)
-            host_ms(found, qkv, repeats=3)  # compiles, learns
+            host_ms(found, qkv, repeats=3)  # compiles, captures
             times = by_limit[f"{dense_below:g}"] = host_ms(found, qkv, repeats=arguments.repeats)
         print(f"dense below {dense_below:g}")
         for name, ms in times.items():

@@ -252,7 +252,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
             "selector": bs.Sink(),
             "executor": bs.ReferenceExecutor(),
         },
-        "permuter=permuter scorer=scorer selector=selector executor=executor repeats=flag",
+        "permuter=permuter scorer=scorer selector=selector executor=executor replay=flag",
     ),
     (bs.HeadGroups, {"groups": {(0,): None}}, "groups=groups"),
     (bs.HeadGroups.dense_where, {"dense": [False], "pipeline": PIPELINE}, "dense=flags pipeline=pipeline"),

@@ -503,7 +503,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def note_launches() -> None:
-    """Recordings are told of interpreted launches, which can be made again with addresses instead of tensors."""
+    """Captures see interpreted launches, which can be replayed with addresses instead of tensors."""
     try:
         from triton.runtime.interpreter import InterpretedFunction
     except ImportError:
@@ -514,13 +514,13 @@ def note_launches() -> None:
         run = interpreted(self, grid)
 
         def launch(*args: Any, **named: Any) -> None:
-            from blocksparse.launch.replay import current
+            from blocksparse.launch.launch_graph import current_capture
 
             with _disable_current_modes():  # the interpreter reads and writes tensors by PyTorch
                 run(*args, **named)
-            if (recording := current.get()) is not None:
+            if (capture := current_capture.get()) is not None:
                 back = _from_address(args)
-                recording.launched(lambda *now: launch(*back(now), **named), args)
+                capture.launched(lambda *now: launch(*back(now), **named), args)
 
         return launch
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.distributed.pieces import for_chunks
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.launch.repeated import owner_of
+from blocksparse.launch.replay import owner_of
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.cases import each

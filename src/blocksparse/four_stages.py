@@ -14,7 +14,7 @@ from blocksparse.check.validators import a
 from blocksparse.execute.dense_attention import dense_attention, everything
 from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.inputs import UnsupportedError
-from blocksparse.launch.repeated import ByValue, is_ours, repeated
+from blocksparse.launch.replay import ByValue, is_ours, replayed
 from blocksparse.order.permutation import Permutation, Permuter
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockScores, Scorer, scored
@@ -85,7 +85,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     """The stages of a pipeline. Its methods take checked inputs, outside of autocast.
 
     Args:
-        repeats: whether `attend` may repeat what an earlier call launched, as in `Pipeline`.
+        replay: whether `attend` may replay what an earlier call launched, as in `Pipeline`.
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give.
@@ -96,7 +96,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     scorer: Scorer[PermutationT, ScoresT]
     selector: Selector[ScoresT, MaskT]
     executor: Executor[PermutationT, MaskT]
-    repeats: bool = True
+    replay: bool = True
     _types: StageTypes = field(
         init=False,
         eq=False,
@@ -128,13 +128,13 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         scorer: Scorer[PermutationT, ScoresT],
         selector: Selector[ScoresT, MaskT],
         executor: Executor[PermutationT, MaskT],
-        repeats: bool,
+        replay: bool,
     ) -> FourStages[PermutationT, ScoresT, MaskT]:
         """These stages: one object for all that are equal, so that new ones need not be looked at again.
 
         Stages from elsewhere may hold what is not part of their value, so each keeps its own.
         """
-        key = permuter, scorer, selector, executor, repeats
+        key = permuter, scorer, selector, executor, replay
         return _KNOWN.find(key, lambda: FourStages(*key)) or FourStages(*key)
 
     def choose(
@@ -207,8 +207,8 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     ) -> Tensor:
         """The output of a call `[B, Hq, M, Dv]`, which is in `out` if there is one."""
         if (reason := self.dense_because(q, k, v, spec)) is None:
-            if self.repeats and history is None:  # which changes from call to call
-                return repeated(self._sparse, q, k, v, seen(spec, self.tail), out)
+            if self.replay and history is None:  # which changes from call to call
+                return replayed(self._sparse, q, k, v, seen(spec, self.tail), out)
             return self._sparse(q, k, v, spec, out, history)
         check_heads(self, q.shape[1])  # as the stages would
         dense = dense_attention(q, k, v, spec, because=reason)
@@ -275,7 +275,7 @@ def tail_of(*stages: object) -> int | None:
 def seen(spec: AttentionSpec, tail: int | None) -> AttentionSpec:
     """`spec` as stages of this `tail` see it, the same wherever they do not see the end of the prompt.
 
-    Calls that are repeated are learned by it, and so not for each number of `remaining`.
+    Launch graphs are kept by it, and so not for each number of `remaining`.
     """
     return spec if tail is None else spec.with_remaining(min(spec.remaining, tail))
 

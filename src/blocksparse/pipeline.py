@@ -37,9 +37,9 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     stages are equal. To `torch.compile` a call is one node of the graph.
 
     Args:
-        repeats: whether a call on a GPU may repeat the launches of an earlier one with the same sizes, without
+        replay: whether a call on a GPU may replay the launches of an earlier one with the same sizes, without
             running the stages. The result has the same bits. Calls with PyTorch operations between our kernels
-            always run their stages. `evolve(pipeline, repeats=False)` turns repetition off.
+            always run their stages. `evolve(pipeline, replay=False)` turns replay off.
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give, by the type parameters that their
@@ -50,13 +50,13 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     scorer: Scorer[PermutationT, ScoresT]
     selector: Selector[ScoresT, MaskT]
     executor: Executor[PermutationT, MaskT]
-    repeats: bool = field(default=True, validator=flag, kw_only=True)
+    replay: bool = field(default=True, validator=flag, kw_only=True)
     _stages: FourStages[PermutationT, ScoresT, MaskT] = field(
         init=False,
         repr=False,
         eq=False,
         default=Factory(
-            lambda self: FourStages.of(self.permuter, self.scorer, self.selector, self.executor, self.repeats),
+            lambda self: FourStages.of(self.permuter, self.scorer, self.selector, self.executor, self.replay),
             takes_self=True,
         ),
     )
@@ -69,7 +69,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
     def __repr__(self) -> str:
         stages = (f"{name}={getattr(self, name)!r}" for name in ("permuter", "scorer", "selector", "executor"))
-        return f"Pipeline({', '.join(stages)}{'' if self.repeats else ', repeats=False'})"
+        return f"Pipeline({', '.join(stages)}{'' if self.replay else ', replay=False'})"
 
     def __or__(
         self: Pipeline[PermutationT, ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]

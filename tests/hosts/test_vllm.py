@@ -47,7 +47,7 @@ from blocksparse.hosts.vllm import ConfigurationError, DensityRecorder, Settings
 from blocksparse.hosts.vllm.batch import Batch, dense_because, part_of
 from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configured, layer_of
 from blocksparse.hosts.vllm.requests import Requests, watch
-from blocksparse.launch.repeated import owner_of
+from blocksparse.launch.replay import owner_of
 from blocksparse.observe import Audit
 from blocksparse.spec import AttentionSpec
 from blocksparse.testing import make_qkv

@@ -17,7 +17,7 @@ from blocksparse.execute.reference import ReferenceExecutor
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.common.sizes import cdiv
-from blocksparse.launch.replay import refuse_repetition
+from blocksparse.launch.launch_graph import refuse_capture
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec
@@ -185,7 +185,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         refused: dict[str, list[str]] = {}
         for executor in _ON_GPU if q.is_cuda else _ELSEWHERE:
             if not isinstance(executor, TritonExecutor):
-                refuse_repetition("the log shall say of every call that a slower executor runs")
+                refuse_capture("the log shall say of every call that a slower executor runs")
             try:
                 output = executor(q, k, v, mask, spec, out)  # which checks all that there is to check
             except UnsupportedError:
@@ -195,6 +195,6 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             else:
                 _log.debug("%s", ExecutorChoice(executor, refused))
                 return output
-        refuse_repetition("the log shall say of every call that the reference runs")
+        refuse_capture("the log shall say of every call that the reference runs")
         _log.warning("%s", ExecutorChoice(_REFERENCE, refused))
         return _REFERENCE(q, k, v, mask, spec, out)

@@ -20,7 +20,7 @@ from blocksparse.execute.cpu import takes_dense
 from blocksparse.grid import Grid
 from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
 from blocksparse.kernels.gemm.products import LARGE_LSE, rounds_fp32
-from blocksparse.launch.replay import refuse_repetition
+from blocksparse.launch.launch_graph import refuse_capture
 from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask
@@ -58,7 +58,7 @@ def dense_attention(
         because: what the log says of the reason.
     """
     _log.debug("dense attention runs: %s", because)
-    refuse_repetition("dense attention follows the switches of PyTorch")
+    refuse_capture("dense attention follows the switches of PyTorch")
     causal, scale = spec.causal, spec.scale
     if not spec.is_plain or (spec.window is not None and spec.window < k.shape[2]):
         return _by_blocks(q, k, v, spec)

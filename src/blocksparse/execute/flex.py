@@ -24,7 +24,7 @@ from blocksparse.execute.launched import BlockPlan, first_launched, never_launch
 from blocksparse.execute.tiles import portable
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.launch.failures import launches
-from blocksparse.launch.replay import refuse_repetition
+from blocksparse.launch.launch_graph import refuse_capture
 from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.launch.torch_private import (
     compile_disabled,
@@ -120,7 +120,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         spec: AttentionSpec,
         out: Tensor | None = None,
     ) -> AttentionOutput:
-        refuse_repetition("torch.compile runs")
+        refuse_capture("torch.compile runs")
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         permutation = one_order(mask)
         lead = mask.grid.q_lead

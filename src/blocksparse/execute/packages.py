@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order, refuse_several_orders
 from blocksparse.execute.launched import BlockPlan
-from blocksparse.launch.replay import refuse_repetition
+from blocksparse.launch.launch_graph import refuse_capture
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec
@@ -72,7 +72,7 @@ class CudnnExecutor(Executor[GlobalPermutation, BlockMask]):
         out: Tensor | None = None,
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out, hint="Use AutoExecutor(), or TritonExecutor().")
-        refuse_repetition("cuDNN runs")
+        refuse_capture("cuDNN runs")
         with torch.cuda.device(q.device):
             return attend_by_cudnn(q, k, v, mask, spec.scale).written_to(out)
 
@@ -181,7 +181,7 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out, hint="Use AutoExecutor(), or TritonExecutor().")
         permutation = one_order(mask)
-        refuse_repetition("FlashAttention-4 runs")
+        refuse_capture("FlashAttention-4 runs")
         from flash_attn.cute import flash_attn_func
 
         lead = mask.grid.q_lead

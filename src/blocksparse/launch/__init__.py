@@ -1,1 +1,1 @@
-"""Launches of kernels, calls that repeat them, and the private names of PyTorch and Triton."""
+"""Kernel launches, their replay, and the private names of PyTorch and Triton."""

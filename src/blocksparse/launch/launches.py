@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.launch.failures import LaunchError, launches
-from blocksparse.launch.replay import current, device_of, refuse_repetition
+from blocksparse.launch.launch_graph import current_capture, device_of, refuse_capture
 
 REMEMBERED = 4096  # compiled kernels of one function
 # What every launch asks for: a product and a sum in one instruction. Triton 3.6 to 3.9 do so unasked, but 3.9 says
@@ -66,8 +66,8 @@ class Remembered:
         run, arguments = partial(_start, compiled, grid, device), (*args, *map(named.__getitem__, constants))
         if known is not None:
             run(*arguments)
-        if (recording := current.get()) is not None:
-            recording.launched(run, arguments)
+        if (capture := current_capture.get()) is not None:
+            capture.launched(run, arguments)
 
     def _first(
         self, key: tuple[object, ...], grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
@@ -83,7 +83,7 @@ class Remembered:
             self._failed[key] = str(error)
             raise
         if compiled is None:  # one of Triton's hooks kept it from being compiled
-            refuse_repetition("a kernel was not compiled")
+            refuse_capture("a kernel was not compiled")
             return None
         if len(self._compiled) >= REMEMBERED:
             self._compiled.clear()
@@ -118,7 +118,7 @@ def _where(args: tuple[Any, ...]) -> AbstractContextManager[object]:
 
 
 def remembered(jit: Any) -> Any:
-    """The kernel with its launches remembered, and told to recordings; on AMD's GPUs neither, nor interpreted."""
+    """The kernel with its launches remembered and captured; on AMD's GPUs neither, nor interpreted."""
     return Remembered(jit) if isinstance(jit, JITFunction) and torch.version.hip is None else LookedUp(jit)
 
 

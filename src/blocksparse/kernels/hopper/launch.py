@@ -83,7 +83,7 @@ def whole_rows(q: Tensor, out: Tensor, lse: Tensor, lead: int) -> tuple[Tensor, 
     """
     if not lead:
         return q, out, lse
-    longer = _longer(q, lead)  # by steps that a recording knows, unlike `pad`
+    longer = _longer(q, lead)  # by steps that a capture knows, unlike `pad`
     longer[:, :, :lead].zero_()
     longer[:, :, lead:].copy_(q)
     return longer, _longer(out, lead), lse.new_empty(longer.shape[:3])

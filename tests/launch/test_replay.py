@@ -1,4 +1,4 @@
-"""Calls that repeat what an earlier call of the same sizes did: they give its bits, on other inputs."""
+"""Launch replay: a call gives the same bits as one that runs its stages, on other inputs of the same sizes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 import blocksparse as bs
 from blocksparse import four_stages
 from blocksparse.kernels.hopper.launch import copy_back, whole_rows
-from blocksparse.launch import repeated as module
-from blocksparse.launch import replay as repetition
-from blocksparse.launch.repeated import Calls, repeated
-from blocksparse.launch.replay import side_by_side
+from blocksparse.launch import launch_graph
+from blocksparse.launch import replay as module
+from blocksparse.launch.launch_graph import side_by_side
+from blocksparse.launch.replay import GraphCache, replayed
 from blocksparse.testing import every_preset, make_qkv
 from tests.launch.plus import into, plus
 from tests.machine import GPU, needs_gpu, needs_hopper
@@ -43,7 +43,7 @@ NAMES = [QUICK, "auto", "pbs_attn", "xattention"]
 @pytest.fixture(autouse=True)
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch)
-    monkeypatch.setattr(module, "CALLS", Calls(most_known=1024, most_met=4096))
+    monkeypatch.setattr(module, "GRAPHS", GraphCache(most_graphs=1024, most_seen=4096))
 
 
 def inputs(seed: int, device: str, **sizes: Any) -> QKV:
@@ -54,8 +54,8 @@ def quick(**changes: Any) -> AnyPipeline:
     return evolve(small_preset(QUICK, FACTOR), **changes)
 
 
-def learnt(pipeline: AnyPipeline, call: QKV, **options: Any) -> AnyPipeline:
-    """The pipeline, which has seen a call of these sizes twice."""
+def captured(pipeline: AnyPipeline, call: QKV, **options: Any) -> AnyPipeline:
+    """The pipeline, which has captured a call of these sizes."""
     for _ in range(2):
         pipeline(*call, **options)
     return pipeline
@@ -63,15 +63,15 @@ def learnt(pipeline: AnyPipeline, call: QKV, **options: Any) -> AnyPipeline:
 
 def forbid_stages(monkeypatch: pytest.MonkeyPatch, pipeline: AnyPipeline) -> None:
     def never(*_: object, **__: object) -> Any:
-        raise AssertionError("a stage ran, though the call could have been repeated")
+        raise AssertionError("a stage ran, though the call could have been replayed")
 
     for stage in (pipeline.permuter, pipeline.scorer, pipeline.selector, pipeline.executor):
         for method in ("__call__", "attend_into", "with_places"):
             monkeypatch.setattr(type(stage), method, never, raising=False)
 
 
-def replayed(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The output of a graph that captured the call."""
+def by_cuda_graph(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output of a CUDA graph that captured the call."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -87,7 +87,7 @@ def replayed(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x == QUICK else pytest.mark.slow) for x in NAMES])
 def test_every_preset(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A third call runs no stage, and has the bits of a pipeline that sees such a call for the first time."""
-    pipeline = learnt(small_preset(name, FACTOR), inputs(1, device))
+    pipeline = captured(small_preset(name, FACTOR), inputs(1, device))
     new = inputs(2, device)
     expected = small_preset(name, FACTOR)(*new)
     forbid_stages(monkeypatch, pipeline)
@@ -97,15 +97,15 @@ def test_every_preset(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -
 @needs_hopper
 @pytest.mark.parametrize("name", ["pbs_attn", "mean_pooling"])
 def test_lists_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A chunk that sees many keys and starts inside a block, repeated and as a graph."""
+    """A chunk that sees many keys and starts inside a block, replayed and as a CUDA graph."""
     sizes = {"N": 70000, "M": 150}
-    pipeline = learnt(preset := small_preset(name, FACTOR), inputs(1, device, **sizes))
+    pipeline = captured(preset := small_preset(name, FACTOR), inputs(1, device, **sizes))
     q, k, v = inputs(2, device, **sizes)
     expected = small_preset(name, FACTOR)(q, k, v)
     forbid_stages(monkeypatch, pipeline)
     assert torch.equal(pipeline(q, k, v), expected)
     monkeypatch.undo()
-    assert torch.equal(replayed(preset, q, k, v), expected)
+    assert torch.equal(by_cuda_graph(preset, q, k, v), expected)
 
 
 EXECUTORS: dict[str, Callable[[], bs.Executor[Any, Any]]] = {
@@ -118,7 +118,7 @@ EXECUTORS: dict[str, Callable[[], bs.Executor[Any, Any]]] = {
 @pytest.mark.parametrize("name", EXECUTORS)
 def test_executors(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     executor = EXECUTORS[name]()
-    pipeline = learnt(quick(executor=executor), inputs(1, device))
+    pipeline = captured(quick(executor=executor), inputs(1, device))
     new = inputs(2, device)
     expected = quick(executor=executor)(*new)
     forbid_stages(monkeypatch, pipeline)
@@ -133,15 +133,15 @@ def test_8_bits_run_in_each_call(device: str) -> None:
         assert torch.equal(
             pipeline(*inputs(seed, device)), quick(executor=bs.Int8Executor())(*inputs(seed, device))
         )
-    assert not module.CALLS._known
+    assert not module.GRAPHS._graphs
 
 
 @needs_gpu
 @pytest.mark.parametrize("name", every_preset)
-def test_which_presets_are_repeated(name: str, device: str) -> None:
+def test_which_presets_are_replayed(name: str, device: str) -> None:
     """All but those that still call operations of PyTorch between kernels."""
-    learnt(small_preset(name, FACTOR), inputs(1, device))
-    assert bool(module.CALLS._known) is (name not in ("s2o", "stem", "skip_softmax"))
+    captured(small_preset(name, FACTOR), inputs(1, device))
+    assert bool(module.GRAPHS._graphs) is (name not in ("s2o", "stem", "skip_softmax"))
 
 
 @needs_gpu
@@ -149,9 +149,9 @@ def test_which_presets_are_repeated(name: str, device: str) -> None:
     ("name", "most"), [("flex_prefill", 25), ("minference", 16), ("prism", 19), ("flash_prefill", 10)]
 )
 def test_how_many_launches_a_call_takes(name: str, most: int, device: str) -> None:
-    learnt(small_preset(name, FACTOR), inputs(1, device))
-    ((known, _),) = module.CALLS._known.values()
-    assert len(known.steps) <= most
+    captured(small_preset(name, FACTOR), inputs(1, device))
+    ((graph, _),) = module.GRAPHS._graphs.values()
+    assert len(graph.steps) <= most
 
 
 @needs_gpu
@@ -169,7 +169,7 @@ def test_what_a_layer_asks_for(more: dict[str, Any], monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", every_preset)
 def test_other_calls_in_between(name: str, device: str) -> None:
     """Other sizes, directions, scales, layouts and chunks are calls of their own; so are parts of one tensor."""
-    pipeline = learnt(small_preset(name, FACTOR), inputs(1, device))
+    pipeline = captured(small_preset(name, FACTOR), inputs(1, device))
     q, k, v = inputs(2, device)
     tokens_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     together = torch.cat((v, q, k), 1).split((1, 2, 1), 1)
@@ -192,7 +192,7 @@ def test_other_calls_in_between(name: str, device: str) -> None:
 def test_packed_prompts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     lengths = [SIZES["N"] - 18, 18]
     sequences = bs.Sequences.packed(lengths)
-    pipeline = learnt(quick(), inputs(1, device), sequences=sequences)
+    pipeline = captured(quick(), inputs(1, device), sequences=sequences)
     new = inputs(2, device)
     expected = quick()(*new, sequences=sequences)
     forbid_stages(monkeypatch, pipeline)
@@ -200,7 +200,7 @@ def test_packed_prompts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 
 
 def test_each_output_has_memory_of_its_own(device: str) -> None:
-    pipeline = learnt(quick(), inputs(1, device))
+    pipeline = captured(quick(), inputs(1, device))
     first = pipeline(*inputs(2, device))
     before = first.clone()
     pipeline(*inputs(3, device))
@@ -210,7 +210,7 @@ def test_each_output_has_memory_of_its_own(device: str) -> None:
 @final
 @frozen(eq=False)
 class Counting(bs.Selector[bs.BlockScores, bs.BlockMask]):
-    """A stage from elsewhere, which does what no recording sees."""
+    """A stage from elsewhere, which does what no capture sees."""
 
     calls: list[int]
 
@@ -234,11 +234,11 @@ def _pickled(pipeline: AnyPipeline) -> AnyPipeline:
 
 
 @pytest.mark.parametrize("made", [lambda pipeline: quick(), copy.deepcopy, _pickled, evolve])
-def test_equal_pipelines_repeat_what_one_learned(
+def test_equal_pipelines_share_graphs(
     made: Callable[[AnyPipeline], AnyPipeline], monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """One that is made anew for each call, or copied for each layer, runs no stage; one of another value does."""
-    pipeline = learnt(quick(), inputs(1, device))
+    pipeline = captured(quick(), inputs(1, device))
     new = inputs(2, device)
     expected, other = pipeline(*new), quick(selector=bs.TopK(1))
     forbid_stages(monkeypatch, pipeline)
@@ -249,7 +249,7 @@ def test_equal_pipelines_repeat_what_one_learned(
 
 @needs_gpu
 def test_threads(device: str) -> None:
-    """Threads may learn and repeat the same call at the same time."""
+    """Threads may capture and replay the same call at the same time."""
     pipeline, prompts = quick(), [inputs(seed, device) for seed in range(3)]
     outputs: dict[int, list[Tensor]] = {}
 
@@ -267,30 +267,30 @@ def test_threads(device: str) -> None:
         assert all(torch.equal(out, expected) for out in outputs[number])
 
 
-def test_a_pipeline_that_shall_not_repeat(device: str) -> None:
+def test_a_pipeline_without_replay(device: str) -> None:
     """Runs its stages in each call, and says so."""
-    pipeline = quick(repeats=False)
-    assert repr(pipeline).endswith(", repeats=False)")
-    assert repr(evolve(pipeline, repeats=True)) == repr(quick())
-    want = learnt(quick(), inputs(1, device))(*inputs(2, device))
-    assert torch.equal(learnt(pipeline, inputs(1, device))(*inputs(2, device)), want)
-    before = {len(module.CALLS._known), len(module.CALLS._met)}
+    pipeline = quick(replay=False)
+    assert repr(pipeline).endswith(", replay=False)")
+    assert repr(evolve(pipeline, replay=True)) == repr(quick())
+    want = captured(quick(), inputs(1, device))(*inputs(2, device))
+    assert torch.equal(captured(pipeline, inputs(1, device))(*inputs(2, device)), want)
+    before = {len(module.GRAPHS._graphs), len(module.GRAPHS._seen)}
     pipeline(*inputs(2, device))
-    assert {len(module.CALLS._known), len(module.CALLS._met)} == before == {1, 0}
+    assert {len(module.GRAPHS._graphs), len(module.GRAPHS._seen)} == before == {1, 0}
 
 
 def test_dense_calls_look_nothing_up(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """To find out that such a call is never repeated would take longer than all else that it does."""
+    """To find out that such a call is never replayed would take longer than all else that it does."""
     monkeypatch.setattr(four_stages, "dense_attention", lambda q, k, v, spec, *, because: v[:, [0, 0]])
     pipeline, (q, k, v) = quick(executor=bs.AutoExecutor()), inputs(1, device)
     for _ in range(3):
         assert torch.equal(pipeline(q, k, v), v[:, [0, 0]])
-    assert not module.CALLS._known
-    assert not module.CALLS._met
+    assert not module.GRAPHS._graphs
+    assert not module.GRAPHS._seen
 
 
 def test_traces_run_stages(device: str) -> None:
-    pipeline = learnt(quick(), inputs(1, device))
+    pipeline = captured(quick(), inputs(1, device))
     new = inputs(2, device)
     trace = pipeline.trace(*new)
     assert torch.equal(trace.output.out, pipeline(*new))
@@ -298,12 +298,12 @@ def test_traces_run_stages(device: str) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("name", every_preset)
-def test_graphs_streams_and_repetitions(name: str, device: str) -> None:
-    """A graph captures the stages, and what is repeated runs on the stream that is current then."""
-    pipeline = learnt(small_preset(name, FACTOR), inputs(1, device))
+def test_cuda_graphs_streams_and_replays(name: str, device: str) -> None:
+    """A CUDA graph captures the stages, and a replay runs on the stream that is current then."""
+    pipeline = captured(small_preset(name, FACTOR), inputs(1, device))
     q, k, v = inputs(2, device)
     expected = small_preset(name, FACTOR)(q, k, v)
-    assert torch.equal(replayed(pipeline, q, k, v), expected)
+    assert torch.equal(by_cuda_graph(pipeline, q, k, v), expected)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000)
@@ -314,22 +314,22 @@ def test_graphs_streams_and_repetitions(name: str, device: str) -> None:
     assert torch.equal(out, small_preset(name, FACTOR)(q, k, v))
 
 
-# What may be repeated, by functions of plain tensors.
+# What may be replayed, by functions of plain tensors.
 
 
 def x_of(seed: int, device: str, rows: int = 4, cols: int = 6) -> Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def repeats(run: Callable[..., Any], *rest: Any, device: str) -> bool:
-    """Whether calls of `run` come to be repeated; each must give what `run` gives."""
+def is_replayed(run: Callable[..., Any], *rest: Any, device: str) -> bool:
+    """Whether calls of `run` come to be replayed; each must give what `run` gives."""
     ran = []
 
     def watched(*args: Any) -> Any:
         ran.append(1)
         return run(*args)
 
-    call = partial(repeated, watched)
+    call = partial(replayed, watched)
     for seed in range(5):
         x = x_of(seed, device)
         expected = run(x.clone(), *rest)
@@ -381,19 +381,19 @@ def _with_empty_places(x: Tensor) -> Tensor:
     return out[0, 0]
 
 
-REPEATED = [_by_steps, _in_place, _same_bits, _views_alone, _no_entries, _with_empty_places]
+REPLAYED = [_by_steps, _in_place, _same_bits, _views_alone, _no_entries, _with_empty_places]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("run", REPEATED)
-def test_what_is_repeated(run: Callable[[Tensor], Tensor], mode: Callable[[], Any], device: str) -> None:
+@pytest.mark.parametrize("run", REPLAYED)
+def test_what_is_replayed(run: Callable[[Tensor], Tensor], mode: Callable[[], Any], device: str) -> None:
     with mode():
-        assert repeats(run, device=device)
+        assert is_replayed(run, device=device)
 
 
-def test_a_repetition_relies_on_no_memory_of_an_earlier_one(device: str) -> None:
+def test_a_replay_relies_on_no_memory_of_an_earlier_one(device: str) -> None:
     """Not on what lies in it: all that it allocates is new and poisoned; and not on where it lies."""
-    call, kept = partial(repeated, _in_place), []
+    call, kept = partial(replayed, _in_place), []
     for seed in range(6):
         x = x_of(seed, device)
         out = call(x)
@@ -408,7 +408,7 @@ def test_inputs_that_are_views(device: str) -> None:
     def run(x: Tensor) -> Tensor:
         return plus(x[1:, 2:], 1)
 
-    call = partial(repeated, run)
+    call = partial(replayed, run)
     for seed in range(5):
         x = x_of(seed, device, rows=20)[4 * (seed % 3) :][:4]
         assert torch.equal(call(x), run(x))
@@ -424,14 +424,14 @@ def _sum_of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 def test_inputs_that_share_memory(device: str) -> None:
     """Parts of one tensor may lie at other places in the next call, and an input may be given twice."""
-    call = partial(repeated, _sum_of_three)
+    call = partial(replayed, _sum_of_three)
     for seed in range(6):
         one, two, three = x_of(seed, device, rows=12).split(4)
         for given in ((one, two, three), (three, one, two), (one, one, two), (two, two.clone(), one)):
             assert torch.equal(call(*given), _sum_of_three(*given))
 
 
-def test_inputs_of_which_some_share_memory_are_repeated(device: str) -> None:
+def test_inputs_of_which_some_share_memory_are_replayed(device: str) -> None:
     """Where the others lie is no matter, though allocations are elsewhere in each call."""
     ran, kept = [], []
 
@@ -439,7 +439,7 @@ def test_inputs_of_which_some_share_memory_are_repeated(device: str) -> None:
         ran.append(1)
         return _sum_of_three(x, y, z)
 
-    call = partial(repeated, run)
+    call = partial(replayed, run)
     for number in range(6):
         kept.append(torch.ones(1000 + 8 * number, device=device))
         x, both = x_of(number, device), x_of(number + 9, device, rows=8)
@@ -453,7 +453,7 @@ def test_what_a_call_depends_on(device: str) -> None:
     def run(x: Tensor, by: float) -> Tensor:
         return plus(x, by + x.shape[-1] + (0.5 if type(by) is int else 0))
 
-    call, x = partial(repeated, run), x_of(0, device, rows=6)
+    call, x = partial(replayed, run), x_of(0, device, rows=6)
     for _ in range(3):
         for some in (x, x.t(), x[:2], x[:, :2], x[:, 1:], x[::2]):
             for by in (1, 1.0, True, 2.5):
@@ -470,14 +470,14 @@ def test_weights_may_change_in_place(device: str) -> None:
         into(out[1], weight[1:], 1)
         return out[:, :3, :6]
 
-    call, x = partial(repeated, run), x_of(0, device)
+    call, x = partial(replayed, run), x_of(0, device)
     for _ in range(5):
         assert torch.equal(call(x), run(x))
         weight += 1
 
 
 _CONSTANT = torch.arange(24.0).view(4, 6)
-_NEVER_REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
+_NEVER_REPLAYED: dict[str, Callable[[Tensor], Tensor]] = {
     "an operation of PyTorch": lambda x: plus(x, 1) * 2,
     "one that writes": lambda x: plus(x, 1).mul_(2),
     "a copy": lambda x: plus(x, 1).clone(),
@@ -489,16 +489,16 @@ _NEVER_REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("what", _NEVER_REPEATED)
-def test_what_is_not_repeated(what: str, device: str) -> None:
-    assert not repeats(_NEVER_REPEATED[what], device=device)
+@pytest.mark.parametrize("what", _NEVER_REPLAYED)
+def test_what_is_not_replayed(what: str, device: str) -> None:
+    assert not is_replayed(_NEVER_REPLAYED[what], device=device)
 
 
 @pytest.mark.parametrize(
     "run", [lambda x: x, lambda x: x[1:], lambda x: x.t()], ids=["itself", "a part", "turned"]
 )
 def test_an_input_as_the_result(run: Callable[[Tensor], Tensor], device: str) -> None:
-    repeats(run, device=device)
+    is_replayed(run, device=device)
 
 
 def test_what_was_there_before_is_not_changed_unseen(device: str) -> None:
@@ -510,28 +510,28 @@ def test_what_was_there_before_is_not_changed_unseen(device: str) -> None:
         count[:1].zero_()
         return plus(x, float(count[1]))
 
-    call = partial(repeated, run)
+    call = partial(replayed, run)
     assert [float(call(torch.zeros(1, 1, device=device))) for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
 def test_random_numbers_are_drawn_anew(device: str) -> None:
-    call = partial(repeated, lambda x: plus(torch.rand_like(x), 0))
+    call = partial(replayed, lambda x: plus(torch.rand_like(x), 0))
     x = torch.zeros(4, 6, device=device)
     assert len({float(call(x).sum()) for _ in range(6)}) == 6
 
 
-def test_what_refuses_is_not_repeated(device: str) -> None:
+def test_what_refuses_is_not_replayed(device: str) -> None:
     def run(x: Tensor) -> Tensor:
-        repetition.refuse_repetition("it says so")
+        launch_graph.refuse_capture("it says so")
         return plus(x, 1)
 
-    assert not repeats(run, device=device)
+    assert not is_replayed(run, device=device)
 
 
-def test_much_memory_is_not_repeated(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(repetition, "_MOST_BYTES", 300)
-    assert repeats(lambda x: plus(x, 1), device=device)
-    assert not repeats(lambda x: plus(plus(x, 1), 1), device=device)
+def test_much_memory_is_not_replayed(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(launch_graph, "_MOST_BYTES", 300)
+    assert is_replayed(lambda x: plus(x, 1), device=device)
+    assert not is_replayed(lambda x: plus(plus(x, 1), 1), device=device)
 
 
 def test_the_first_call_keeps_nothing(device: str) -> None:
@@ -546,11 +546,11 @@ def test_the_first_call_keeps_nothing(device: str) -> None:
         alive.append(sum(ref() is not None for ref in made))
         return x
 
-    repeated(run, torch.zeros(3, 3, device=device))
+    replayed(run, torch.zeros(3, 3, device=device))
     assert alive == [1]
 
 
-def test_nothing_of_a_recorded_call_is_kept(device: str) -> None:
+def test_nothing_of_a_captured_call_is_kept(device: str) -> None:
     """Neither what it made nor what it was given, also if nothing of that has entries."""
     made: list[weakref.ref[Any]] = []
 
@@ -560,7 +560,7 @@ def test_nothing_of_a_recorded_call_is_kept(device: str) -> None:
         made.append(weakref.ref(y))
         return plus(y, 1)
 
-    call = partial(repeated, run)
+    call = partial(replayed, run)
     for _ in range(3):
         x = torch.ones(3, 3, device=device)
         made.append(weakref.ref(x))
@@ -568,22 +568,22 @@ def test_nothing_of_a_recorded_call_is_kept(device: str) -> None:
         del x
     assert len(made) == 5
     assert not any(ref() is not None for ref in made)
-    ((known, _),) = module.CALLS._known.values()
-    kept = [x for x in known.fixed if isinstance(x, Tensor)]
+    ((graph, _),) = module.GRAPHS._graphs.values()
+    kept = [x for x in graph.fixed if isinstance(x, Tensor)]
     assert [x.untyped_storage().nbytes() for x in kept] == [0]
 
 
-def test_memory_that_is_too_short_to_record(device: str) -> None:
+def test_memory_that_is_too_short_to_capture(device: str) -> None:
     """A call that has just enough runs as it is from then on."""
     ran = []
 
     def run(x: Tensor) -> Tensor:
-        ran.append(repetition.current.get() is not None)
+        ran.append(launch_graph.current_capture.get() is not None)
         if len(ran) == 2:
             raise torch.OutOfMemoryError
         return plus(x, 1)
 
-    call, x = partial(repeated, run), torch.zeros(3, 3, device=device)
+    call, x = partial(replayed, run), torch.zeros(3, 3, device=device)
     for _ in range(5):
         assert torch.equal(call(x), x + 1)
     assert ran == [False, True, False, False, False, False]
@@ -591,7 +591,7 @@ def test_memory_that_is_too_short_to_record(device: str) -> None:
 
 def test_memory_that_is_too_short_in_one_piece(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A call may still have it in several."""
-    call, x = partial(repeated, _by_steps), torch.zeros(3, 3, device=device)
+    call, x = partial(replayed, _by_steps), torch.zeros(3, 3, device=device)
     for _ in range(2):
         call(x)
     allocate = torch.empty
@@ -612,7 +612,7 @@ def test_gradients_and_subclasses_run_as_they_are(device: str) -> None:
         ran.append(1)
         return x * 2
 
-    call = partial(repeated, run)
+    call = partial(replayed, run)
     for _ in range(4):
         with torch.enable_grad():
             x = torch.ones(3, device=device, requires_grad=True)
@@ -624,7 +624,7 @@ def test_gradients_and_subclasses_run_as_they_are(device: str) -> None:
 
 def test_forward_mode_gradients_are_still_refused(device: str) -> None:
     q, k, v = inputs(1, device)
-    pipeline = learnt(quick(), (q, k, v))
+    pipeline = captured(quick(), (q, k, v))
     want = pipeline(q, k, v)
     with pytest.raises(ValueError, match="no forward-mode gradients: detach q, k and v"):
         torch.func.jvp(lambda x: pipeline(q, x, v), (k,), (k,))
@@ -639,7 +639,7 @@ def test_modes_of_torch_functions_are_asked_in_every_call(device: str) -> None:
             return out.fill_(2.0) if func is torch.empty else out
 
     call, x = (
-        partial(repeated, lambda x: torch.empty(2, 2, device=x.device).zero_()),
+        partial(replayed, lambda x: torch.empty(2, 2, device=x.device).zero_()),
         torch.zeros(2, 2, device=device),
     )
     for _ in range(3):
@@ -647,32 +647,32 @@ def test_modes_of_torch_functions_are_asked_in_every_call(device: str) -> None:
             assert not bool(call(x).any())
         with Doubles():
             assert not bool(call(x).any())
-    assert len(module.CALLS._known) == 1
+    assert len(module.GRAPHS._graphs) == 1
 
 
-def test_an_error_is_no_repetition(device: str) -> None:
+def test_an_error_is_not_replayed(device: str) -> None:
     def run(x: Tensor, fails: bool) -> Tensor:
         y = plus(x, 1)
         if fails:
             raise ValueError("as told")
         return y
 
-    call, x = partial(repeated, run), torch.ones(3, 3, device=device)
+    call, x = partial(replayed, run), torch.ones(3, 3, device=device)
     for fails in (False, True, True, True, False, False, False):
         if fails:
             with pytest.raises(ValueError, match="as told"):
                 call(x, fails)
         else:
             assert torch.equal(call(x, fails), x + 1)
-    assert repetition.current.get() is None
+    assert launch_graph.current_capture.get() is None
 
 
-# What is known of calls.
+# The cache of graphs.
 
 
 @frozen
 class Value:
-    """Something that a method is called on: equal ones learn together."""
+    """Something that a method is called on: equal ones share graphs."""
 
     by: float
     ran: list[int]
@@ -682,41 +682,41 @@ class Value:
         return plus(x, self.by)
 
 
-def test_what_is_learned_belongs_to_the_value(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A new object for each call comes to be repeated, and one of another value is another call."""
+def test_graphs_belong_to_the_value(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A new object for each call comes to be replayed, and one of another value is another call."""
     monkeypatch.setattr(Value, "__hash__", lambda self: hash(self.by))
     monkeypatch.setattr(Value, "__eq__", lambda self, other: self.by == other.by)
     monkeypatch.setattr(Value, "__module__", "blocksparse")
     ran: list[int] = []
     for _ in range(5):
         for by in (1.0, 2.0):
-            assert float(repeated(Value(by, ran).run, torch.zeros(1, 1, device=device))) == by
+            assert float(replayed(Value(by, ran).run, torch.zeros(1, 1, device=device))) == by
     assert len(ran) == 4
 
 
-def made(calls: Calls, *keys: int) -> str:
-    """What comes of these calls: first, recorded, repeated, or as it is."""
+def made(calls: GraphCache, *keys: int) -> str:
+    """What happens to each call: 1 seen first, r captured, = replayed, . neither."""
     found = ""
     for number in keys:
         key = (number,)
-        if calls.find(key) is not None:
+        if calls.get(key) is not None:
             found += "="
-        elif (record := calls.meet(key)) is None:
+        elif (captures := calls.should_capture(key)) is None:
             found += "1"
         else:
-            found += "r" if record else "."
-            if record:
-                calls.learn(key, "known")
+            found += "r" if captures else "."
+            if captures:
+                calls.put(key, "graph")
     return found
 
 
-def test_a_call_is_recorded_when_it_is_met_again() -> None:
-    assert made(Calls(2, 9), 1, 2, 1, 1, 3, 2, 2, 1) == "11r=1r=="
+def test_a_call_is_captured_when_it_is_seen_again() -> None:
+    assert made(GraphCache(2, 9), 1, 2, 1, 1, 3, 2, 2, 1) == "11r=1r=="
 
 
 def test_what_was_used_least_recently_goes_first() -> None:
-    """And comes back as a call that is met for the first time."""
-    calls = Calls(2, 9)
+    """And comes back as a call that is seen for the first time."""
+    calls = GraphCache(2, 9)
     assert made(calls, 1, 1, 2, 2, 1) == "1r1r="
     assert made(calls, 3, 3) == "1r"
     assert made(calls, 1, 3, 2, 1, 2) == "==1=r"
@@ -724,8 +724,8 @@ def test_what_was_used_least_recently_goes_first() -> None:
 
 
 def test_more_calls_than_there_is_room_for_do_not_drive_each_other_out() -> None:
-    """In turns: some are repeated all the time, and no other is recorded. Later, idle ones give way."""
-    calls = Calls(8, 99)
+    """In turns: some are replayed all the time, and no other is captured. Later, idle ones give way."""
+    calls = GraphCache(8, 99)
     assert made(calls, *range(20)) == "1" * 20
     assert made(calls, *range(20)) == "r" * 8 + "." * 12
     for _ in range(3):
@@ -733,17 +733,17 @@ def test_more_calls_than_there_is_room_for_do_not_drive_each_other_out() -> None
     assert made(calls, *[19] * 3, *[18] * 3) == "r==r=="
 
 
-def test_what_was_met_once_is_never_recorded_and_bounded() -> None:
-    calls = Calls(4, 8)
+def test_what_was_seen_once_is_bounded_and_not_captured() -> None:
+    calls = GraphCache(4, 8)
     assert made(calls, *range(1000)) == "1" * 1000
-    assert len(calls._met) == 8
+    assert len(calls._seen) == 8
     assert made(calls, 0, 999) == "1r"
 
 
-def test_what_cannot_be_repeated_is_not_tried_again() -> None:
-    calls = Calls(4, 8)
+def test_what_cannot_be_captured_is_not_tried_again() -> None:
+    calls = GraphCache(4, 8)
     assert made(calls, 1) == "1"
-    calls.never((1,))
+    calls.exclude((1,))
     assert made(calls, 1, 1, 1) == "..."
 
 
@@ -769,8 +769,8 @@ def test_memory_in_use_at_a_time_does_not_meet(seed: int) -> None:
 
 def test_large_memory_is_used_again_within_a_call(device: str) -> None:
     """What each of five steps gives is needed by the next one alone: two pieces are enough for four of them."""
-    call = partial(repeated, _by_steps)
+    call = partial(replayed, _by_steps)
     for _ in range(2):
         call(torch.ones(3, 3, device=device))
-    ((known, _),) = module.CALLS._known.values()
-    assert known.workspace * 4 == 2 * 512
+    ((graph, _),) = module.GRAPHS._graphs.values()
+    assert graph.workspace * 4 == 2 * 512

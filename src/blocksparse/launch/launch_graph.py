@@ -1,0 +1,240 @@
+"""The kernel launches of one call, captured and launched again on other tensors of the same sizes.
+
+The launches of a pipeline follow from the sizes, strides and dtypes of its inputs alone. To decide them again
+takes Python longer than a GPU takes for a short prompt. A `LaunchCapture` knows allocations, `zero_` and `copy_`
+within its buffers, and launches of our own kernels, which report themselves. A buffer is an input, or memory that
+the call allocates. A call that does anything else with a tensor than to view it cannot be captured. So most
+arguments are captured as a buffer and an offset in bytes. An argument that was there before the call, such as a
+weight, is captured itself. The capture knows the first and the last use of each buffer, so that a `LaunchGraph`
+allocates all of them at once, except the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from operator import add, itemgetter
+from types import SimpleNamespace
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from blocksparse.launch.torch_private import OpOverload, TorchDispatchMode, tree_leaves
+
+_WHERE_IT_IS = nullcontext()
+
+
+def device_of(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which kernels are launched on the device of `x`, whichever device is current outside."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _WHERE_IT_IS  # to switch to the current device costs the host microseconds a launch
+    return torch.cuda.device(x.device)
+
+
+def side_by_side(used: Sequence[tuple[int, int]], sizes: Sequence[int]) -> list[int]:
+    """Where in one allocation each piece of memory begins, so that those that are in use at a time do not meet.
+
+    Args:
+        used: by piece, the first step that uses it and the last one.
+        sizes: in the unit of the result.
+    """
+    begins: dict[int, int] = {}
+    for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):  # small ones then fill gaps
+        (first, last), begin = used[piece], 0
+        for other in sorted(begins, key=begins.__getitem__):
+            apart = used[other][1] < first or last < used[other][0]
+            if not apart and begin + sizes[piece] > begins[other]:
+                begin = max(begin, begins[other] + sizes[other])
+        begins[piece] = begin
+    return [begins[piece] for piece in range(len(sizes))]
+
+
+# A call with more memory than this keeps a GPU busy for longer than Python takes; and a capture holds all of it.
+_MOST_BYTES = 1 << 30
+_ALIGNED = 512  # bytes, to a multiple of which PyTorch allocates memory on a GPU; kernels rely on 16 of them
+_ALLOCATE = {
+    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}  # fmt: skip
+_IN_PLACE = {torch.ops.aten.zero_.default, torch.ops.aten.copy_.default}
+
+Make = Callable[[list[Any]], Any]
+"""Makes a value, or the tuple of a launch's arguments, of the values before it and of memory."""
+
+
+class CaptureError(BaseException):
+    """A call that is captured does what cannot be replayed. Handlers of errors should not catch it."""
+
+
+class LaunchGraph(NamedTuple):
+    """The launches of a captured call. Called with tensors like the captured ones, it returns that call's result.
+
+    Buffers are the inputs, then what was allocated. The arguments of all launches are one list of values, and
+    behind them buffer `i` is `values[-1 - i]`.
+    """
+
+    fixed: list[Any]  # the values that are the same in each call, None in place of the others
+    addresses: list[tuple[int, int, int]]  # of a value that is one: its index, a buffer and an offset in bytes
+    made: list[tuple[int, Make]]  # a value's index, and what makes it
+    steps: list[tuple[Callable[..., object], Make]]  # what runs, and what picks its arguments
+    result: tuple[int, int, Callable[[], Tensor] | None]  # index, buffer, what allocates it
+    workspace: int  # numbers of 4 bytes
+    begins: list[int]  # of each allocated buffer, in bytes from the begin of the workspace
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        workspace = torch.empty(self.workspace, dtype=torch.int32, device=inputs[0].device)
+        start = workspace.data_ptr()
+        begins = [*[x.data_ptr() for x in inputs], *[start + begin for begin in self.begins]]
+        values = [*self.fixed, *[workspace] * len(self.begins), *reversed(inputs)]
+        result, own, allocate = self.result
+        if allocate is not None:
+            values[-1 - own] = memory = allocate()
+            begins[own] = memory.data_ptr()
+        for index, buffer, offset in self.addresses:
+            values[index] = begins[buffer] + offset
+        for index, make in self.made:
+            values[index] = make(values)
+        for run, arguments in self.steps:
+            run(*arguments(values))
+        return values[result]
+
+
+@final
+class LaunchCapture(TorchDispatchMode):
+    """Captures a call of these inputs; it raises `CaptureError` at operations that cannot be replayed."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inputs = len(inputs)
+        self._steps: list[tuple[Callable[..., object], Make]] = []
+        self._values: list[Any] = []
+        self._addresses: dict[tuple[int, int], int] = {}  # a value's index, by buffer and offset in bytes
+        self._made: dict[int, Make] = {}
+        self._used: dict[int, tuple[int, int]] = {}  # by buffer, the first and the last step that uses it
+        self._buffers = [*inputs]  # held until the end, so that no address stands for two of them
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _IN_PLACE and all(self._where(x) for x in args if isinstance(x, Tensor)):
+            self.launched(func, args, as_views=True)
+        elif func._schema.is_mutable:
+            raise CaptureError(f"{func} runs")
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _ALLOCATE:
+            if out.numel():
+                self._buffers.append(out)
+            held = sum(x.untyped_storage().nbytes() for x in self._buffers[self._inputs :])
+            if out.device != self._buffers[0].device or held > _MOST_BYTES:
+                raise CaptureError(f"{func} gives memory elsewhere, or too much")
+        elif not func._schema.is_mutable and not self._are_views(args, out):
+            raise CaptureError(f"{func} runs")
+        return out
+
+    def _are_views(self, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether an operation gave tensors without separate memory; or it asked for none."""
+        given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in (args, out))
+        there = {_address(x) for x in (*given, *self._buffers)}
+        return all(not x.numel() or _address(x) in there for x in made) and bool(made or not given)
+
+    def launched(self, run: Callable[..., object], arguments: Sequence[Any], *, as_views: bool = False) -> None:
+        """Capture a launch, `run(*arguments)`; it takes addresses of tensors, or with `as_views` tensors."""
+        self._steps.append((run, _tuple_of([self._value(x, as_views) for x in arguments])))
+
+    def _value(self, x: Any, as_view: bool) -> int:
+        """The index of the value that is this argument of a launch, or the result."""
+        if isinstance(x, tuple | list):
+            before, parts = len(self._values), [self._value(part, as_view) for part in x]
+            if not {*self._made, *self._addresses.values()}.isdisjoint(parts):
+                return self._add(None, _tuple_of(parts))
+            del self._values[before:]
+        base = x.base if (described := hasattr(x, "base") and hasattr(x, "block_shape")) else x
+        if (where := self._where(base)) is None:
+            if isinstance(x, Tensor) and not x.numel():  # a view would keep what it was taken from
+                x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            return self._add(x)
+        first, _ = self._used.get(where[0], (len(self._steps), 0))
+        self._used[where[0]] = first, len(self._steps)
+        if (address := self._addresses.get(where)) is None:
+            self._addresses[where] = address = self._add(None)
+        if as_view:
+            return self._add(None, _view_like(x, where[0], address))
+        return self._add(None, _descriptor_like(x, address)) if described else address
+
+    def _add(self, value: Any, make: Make | None = None) -> int:
+        if make is not None:
+            self._made[len(self._values)] = make
+        self._values.append(value)
+        return len(self._values) - 1
+
+    def _where(self, x: Any) -> tuple[int, int] | None:
+        """The buffer in which an argument lies and its offset in bytes; None if it lies in none."""
+        if isinstance(x, Tensor) and x.numel():
+            for index, buffer in enumerate(self._buffers):
+                if _address(x) == _address(buffer):
+                    return index, x.data_ptr() - buffer.data_ptr()
+        return None
+
+    def graph(self, result: Any) -> LaunchGraph:
+        """The graph of the call, which returned `result`."""
+        if (where := self._where(result)) is None:
+            raise CaptureError("the result was there before the call")
+        index, buffer, like = self._value(result, as_view=True), where[0], self._buffers[where[0]]
+        new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        shared = [x for x in self._used if x >= self._inputs and x != buffer]
+        sizes = [-(-self._buffers[x].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED for x in shared]
+        found = side_by_side([self._used[x] for x in shared], sizes)
+        begins = dict(zip(shared, found, strict=True))
+        return LaunchGraph(
+            self._values,
+            [(at, *where) for where, at in self._addresses.items()],
+            list(self._made.items()),
+            self._steps,
+            (index, buffer, None if buffer < self._inputs else new),
+            max(map(add, found, sizes), default=0) // 4,
+            [begins.get(x, 0) for x in range(self._inputs, len(self._buffers))],
+        )
+
+
+current_capture: ContextVar[LaunchCapture | None] = ContextVar("current_capture", default=None)
+"""The capture that this thread runs, if any."""
+
+
+def refuse_capture(because: str) -> None:
+    """End the capture, if there is one: something runs which it does not see, or must not leave out."""
+    if current_capture.get() is not None:
+        raise CaptureError(because)
+
+
+def _address(x: Tensor) -> int:
+    """Where the memory under a tensor begins; of one without entries that may be 0, as of any other one."""
+    return x.untyped_storage().data_ptr()
+
+
+def _tuple_of(indices: Sequence[int]) -> Make:
+    return itemgetter(*indices) if len(indices) > 1 else lambda values: tuple([values[i] for i in indices])
+
+
+def _view_like(x: Tensor, buffer: int, at: int) -> Make:
+    dtype, shape, strides = x.dtype, x.shape, x.stride()
+
+    def make(values: list[Any]) -> Tensor:
+        memory: Tensor = values[-1 - buffer]
+        return memory.view(dtype).as_strided(shape, strides, (values[at] - _address(memory)) // dtype.itemsize)
+
+    return make
+
+
+def _descriptor_like(x: Any, at: int) -> Make:
+    kind, rest = type(x), {name: value for name, value in vars(x).items() if name != "base"}
+
+    def make(values: list[Any]) -> Any:
+        # Its own constructor would check again what holds for all calls of these sizes.
+        descriptor = object.__new__(kind)
+        vars(descriptor).update(rest, base=SimpleNamespace(data_ptr=partial(int, values[at])))
+        return descriptor
+
+    return make
