@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.cases import AnyPipeline, Plan
 from benchmarks.kernel_tables import Row, density_of
 from benchmarks.timing import attempt, check, medians, release
-from blocksparse.observe import Audit, AuditedPipeline
+from blocksparse.observe import Audit, AuditedAttention
 
 ROWS, EVERY = 64, 64  # the defaults of `Audit`
 
@@ -28,8 +28,8 @@ def audit(plan: Plan, device: torch.device) -> Iterator[Row]:
 
 
 def _costs(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, budget_ms: float) -> Row:
-    audited = AuditedPipeline(pipeline, 0, Audit(ROWS, every=1))
-    counted = AuditedPipeline(pipeline, 0, Audit(ROWS, every=1 << 30))
+    audited = AuditedAttention(pipeline, 0, Audit(ROWS, every=1))
+    counted = AuditedAttention(pipeline, 0, Audit(ROWS, every=1 << 30))
     trace = pipeline.trace(q, k, v)
     check(trace.output.out, q, k, v, trace.visited)
     density = density_of(trace.visited)

@@ -17,7 +17,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.observe import Audit, AuditedPipeline, Crossing, Estimate
+from blocksparse.observe import Audit, AuditedAttention, Crossing, Estimate
 from blocksparse.observe.estimate import draw, ratio, row_sums
 from blocksparse.testing import make_qkv
 
@@ -150,7 +150,7 @@ def test_intervals_of_normal_rows_are_students() -> None:
 
 
 def called(audit: Audit, pipeline: AnyPipeline | bs.HeadGroups, *, layer: int, times: int = 1) -> list[Tensor]:
-    audited = AuditedPipeline(pipeline, layer, audit)
+    audited = AuditedAttention(pipeline, layer, audit)
     q, k, v = make_qkv(N=300, D=16)
     return [audited(q, k, v) for _ in range(times)]
 
@@ -204,7 +204,7 @@ def test_chunks_count_by_their_queries() -> None:
     q, k, v = make_qkv(N=320, D=16)
     pipeline = PIPELINES["mean_pooling"]
     audit = Audit(64, 1)
-    audited = AuditedPipeline(pipeline, 0, audit)
+    audited = AuditedAttention(pipeline, 0, audit)
     audited(q[:, :, :64], k[:, :, :64], v[:, :, :64])
     audited(q[:, :, 64:], k, v)
     first, second = (
@@ -234,7 +234,7 @@ def test_after_a_crossing_the_layer_is_dense_until_it_is_resumed() -> None:
     dense = bs.HeadGroups({(0, 1): None})(q, k, v)
     assert not torch.allclose(first, dense, atol=1e-3)
     assert torch.equal(second, dense)
-    trace = AuditedPipeline(without(0), 1, audit).trace(q, k, v)
+    trace = AuditedAttention(without(0), 1, audit).trace(q, k, v)
     assert torch.equal(trace.density(), torch.ones(1, 4, dtype=torch.float64))
     assert [(x.calls, x.audited, x.dense) for x in audit.layers()] == [(1, 1, True)]
     audit.resume()
@@ -246,7 +246,7 @@ def test_outputs_that_are_not_finite_cross_every_bound() -> None:
     audit = Audit(16, 1, max_error=1e9)
     q, k, v = make_qkv(N=300, D=16)
     v[0, 0, 3] = float("nan")
-    AuditedPipeline(PIPELINES["mean_pooling"], 0, audit)(q, k, v)
+    AuditedAttention(PIPELINES["mean_pooling"], 0, audit)(q, k, v)
     assert audit.layers()[0].crossed == 1
 
 
@@ -272,7 +272,7 @@ def test_the_table_and_prometheus_have_a_line_per_layer() -> None:
     audit = Audit(16, 2, max_error=0.01)
     (registry := client.CollectorRegistry(auto_describe=True)).register(audit)
     called(audit, without(0), layer=0, times=4)
-    AuditedPipeline(without(0), 7, audit)  # makes no call
+    AuditedAttention(without(0), 7, audit)  # makes no call
     heading, line = audit.table().splitlines()
     assert heading.split()[:3] == ["layer", "calls", "audited"]
     assert line.split()[:3] == ["0", "4", "2"]
@@ -349,7 +349,7 @@ def test_on_a_gpu_nothing_waits_and_what_is_found_is_the_same() -> None:
     q, k, v = make_qkv(Hq=8, Hkv=2, N=4096, D=64, dtype=torch.bfloat16, device="cuda")
     pipeline = bs.pbs_attn(0.5, executor=bs.TritonExecutor())
     audit = Audit(64, 1, max_error=0.5)
-    audited = AuditedPipeline(pipeline, 0, audit)
+    audited = AuditedAttention(pipeline, 0, audit)
     audited(q, k, v)
     audit.layers()
     try:

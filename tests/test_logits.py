@@ -15,7 +15,7 @@ import blocksparse as bs
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.execute.launched import one_node
 from blocksparse.kernels.common.hardware import TARGETS
-from blocksparse.observe import Audit, AuditedPipeline
+from blocksparse.observe import Audit, AuditedAttention
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_gpu
 from tests.on_kernels import pretend_gpu
@@ -310,7 +310,7 @@ def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: Cha
     q, k, v = make_qkv(N=100, D=16)
     everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
     audit = Audit(rows=100, every=1)
-    AuditedPipeline(everything, 0, audit)(q * 4, k, v, **change)
+    AuditedAttention(everything, 0, audit)(q * 4, k, v, **change)
     (layer,) = audit.layers()
     assert layer.covered_mass is not None
     assert layer.error is not None
@@ -326,7 +326,7 @@ def test_a_sink_covers_nothing(sink: float) -> None:
     want = sparse.trace(q, k, v).covered_mass()
     torch.testing.assert_close(sparse.trace(q, k, v, sinks=sink).covered_mass(), want, rtol=1e-5, atol=1e-5)
     audit = Audit(rows=100, every=1)
-    AuditedPipeline(sparse, 0, audit)(q, k, v, sinks=sink)
+    AuditedAttention(sparse, 0, audit)(q, k, v, sinks=sink)
     (layer,) = audit.layers()
     assert layer.covered_mass is not None
     assert 0.1 < float(want.mean()) < 0.9
@@ -338,7 +338,7 @@ def test_an_audit_falls_back_to_dense_attention_with_the_same_logits(change: Cha
     q, k, v = make_qkv(N=100, D=16)
     sparse: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Band(1), bs.CpuExecutor())
     want = attrs.evolve(sparse, selector=bs.Everything())(q, k, v, **change)
-    audited = AuditedPipeline(sparse, 0, Audit(rows=100, every=1, max_error=0.01, fall_back=True))
+    audited = AuditedAttention(sparse, 0, Audit(rows=100, every=1, max_error=0.01, fall_back=True))
     assert not torch.allclose(audited(q, k, v, **change), want, atol=1e-3)
     audited.audit.layers()  # waits for the comparison
     torch.testing.assert_close(audited(q, k, v, **change), want)

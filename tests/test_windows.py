@@ -13,7 +13,7 @@ import blocksparse as bs
 from blocksparse.execute.auto import dense_operations
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.execute.launched import one_node
-from blocksparse.observe import Audit, AuditedPipeline
+from blocksparse.observe import Audit, AuditedAttention
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU
@@ -327,7 +327,7 @@ def test_softcap_and_sinks_in_a_window(change: dict[str, Any]) -> None:
 def test_an_audit_compares_within_the_window() -> None:
     q, k, v = make_qkv(N=100, D=16)
     audit = Audit(rows=100, every=1)
-    AuditedPipeline(all_of_it(bs.CpuExecutor()), 0, audit)(q, k, v, window=20)
+    AuditedAttention(all_of_it(bs.CpuExecutor()), 0, audit)(q, k, v, window=20)
     (layer,) = audit.layers()
     assert layer.covered_mass is not None
     assert layer.error is not None

@@ -23,6 +23,7 @@ from blocksparse.grid import Grid
 from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.masks.grid import Places
 from blocksparse.launch.failures import LaunchError
+from blocksparse.layers.attention import Attention
 from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import Schedule
 from blocksparse.layers.sdpa import scaled_dot_product_attention
@@ -88,6 +89,7 @@ from blocksparse.values import Choice, Trace
 __all__ = [
     "AntidiagonalScorer",
     "Asked",
+    "Attention",
     "AttentionOutput",
     "AttentionSpec",
     "AutoChoice",

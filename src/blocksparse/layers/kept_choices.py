@@ -18,8 +18,9 @@ from torch import Tensor
 
 from blocksparse.check.validators import size
 from blocksparse.inputs import checked
+from blocksparse.layers.attention import Attention
 from blocksparse.layers.head_groups import AnyTrace
-from blocksparse.layers.schedule import LayerPipeline, Schedule
+from blocksparse.layers.schedule import Schedule
 from blocksparse.pipeline import Pipeline
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import Asked
@@ -192,13 +193,13 @@ class SameChoice:
         return self.pipeline.trace(q, k, v, **asked) if kept.trace is None else kept.trace
 
 
-def shared(schedule: Schedule, layers: int) -> tuple[LayerPipeline | SameChoice | None, ...]:
+def shared(schedule: Schedule, layers: int) -> tuple[Attention | None, ...]:
     """The attention of each layer of a model with `layers` layers, where some layers reuse the choices of others.
 
     Raises:
         TypeError, ValueError: as in `Schedule.choosers`.
     """
-    choosers, found = schedule.choosers(layers), list[LayerPipeline | SameChoice | None](schedule.resolve(layers))
+    choosers, found = schedule.choosers(layers), list[Attention | None](schedule.resolve(layers))
     now = {chooser: _ForwardCall() for layer, chooser in enumerate(choosers) if layer != chooser}
     for layer, (attention, chooser) in enumerate(zip(schedule.resolve(layers), choosers, strict=True)):
         if chooser in now and isinstance(attention, Pipeline):

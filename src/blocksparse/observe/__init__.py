@@ -1,7 +1,7 @@
 """Audits: what sparse calls cover and how far off they are, estimated while a model runs."""
 
 from blocksparse.observe.audit import Audit as Audit
-from blocksparse.observe.audit import AuditedPipeline as AuditedPipeline
+from blocksparse.observe.audit import AuditedAttention as AuditedAttention
 from blocksparse.observe.estimate import Crossing as Crossing
 from blocksparse.observe.estimate import Estimate as Estimate
 from blocksparse.observe.estimate import LayerAudit as LayerAudit

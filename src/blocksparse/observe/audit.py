@@ -1,6 +1,6 @@
 """Audit             `Audit`: what a user asks for, what was found so far, and what happens when a bound is
                   crossed.
-AuditedPipeline   What attends in one layer, under an audit.
+AuditedAttention  What attends in one layer, under an audit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from blocksparse.check.validators import Rule, flag, hash_seed, optional, size, whole
 from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.layers.attention import Attention, LayerTrace
 from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
-from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.estimate import Crossing, Estimate, LayerAudit, families, ratio, row_sums, table
 from blocksparse.spec import Asked, AttentionSpec
 
@@ -165,7 +165,7 @@ class Audit:
             state.calls += 1
             return False, may_audit and place == state.turn
 
-    def compare(self, layer: int, trace: AnyTrace | HeadGroupsTrace) -> None:
+    def compare(self, layer: int, trace: LayerTrace) -> None:
         """Compare random queries of a call of `layer` with dense attention."""
         traces = trace.traces.values() if isinstance(trace, HeadGroupsTrace) else (trace,)
         sparse = [part for part in traces if part is not None and not _was_dense(part)]
@@ -237,10 +237,10 @@ def _was_dense(trace: AnyTrace) -> bool:
 
 @final
 @frozen(eq=False)
-class AuditedPipeline:
-    """The pipeline of one layer, under an audit. It is called as a `Pipeline` is."""
+class AuditedAttention:
+    """The attention of one layer, under an audit. It is called like a `Pipeline`."""
 
-    pipeline: LayerPipeline | Any  # or what is called like one, and has a trace
+    attention: Attention
     layer: int
     audit: Audit
     _call: OpaqueCall = field(
@@ -256,18 +256,17 @@ class AuditedPipeline:
         if dense:
             return dense_attention(q, k, v, spec)
         if not audited:
-            out: Tensor = self.pipeline(q, k, v, **spec.arguments())
-            return out
-        trace: AnyTrace | HeadGroupsTrace = self.pipeline.trace(q, k, v, **spec.arguments())
+            return self.attention(q, k, v, **spec.arguments())
+        trace = self.attention.trace(q, k, v, **spec.arguments())
         self.audit.compare(self.layer, trace)
         return trace.output.out
 
-    def trace(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AnyTrace | HeadGroupsTrace:
+    def trace(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> LayerTrace:
         """Make the same call with the same arguments, and return every value of it."""
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
         if dense:
             return HeadGroups({tuple(range(k.shape[1])): None}).trace(q, k, v, **asked)
-        trace: AnyTrace | HeadGroupsTrace = self.pipeline.trace(q, k, v, **asked)
+        trace = self.attention.trace(q, k, v, **asked)
         if audited:
             self.audit.compare(self.layer, trace)
         return trace

@@ -1,14 +1,22 @@
-"""A record of what the attention calls of a model did, layer by layer. It does not depend on transformers."""
+"""A record of what the attention calls of a model did, layer by layer.
+
+DensityRecorder    The density of sparse calls, and the reasons of dense calls.
+RecordedAttention  What attends in one layer, whose calls are recorded.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from threading import Lock
-from typing import final
+from typing import Unpack, final
 
 import torch
-from attrs import define, field
+from attrs import Factory, define, field, frozen
 from torch import Tensor
+
+from blocksparse.custom_op import OpaqueCall, attend
+from blocksparse.layers.attention import Attention, LayerTrace
+from blocksparse.spec import Asked, AttentionSpec
 
 _COUNTING = Lock()  # several threads may run one model
 
@@ -27,6 +35,22 @@ class DensityRecorder:
     _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, sum of density * pairs
     _pairs: dict[int, int] = field(factory=lambda: defaultdict(int), init=False, repr=False)
     _ages: dict[int, Counter[int]] = field(factory=lambda: defaultdict(Counter), init=False, repr=False)
+
+    def saw(
+        self,
+        layer: int,
+        trace: LayerTrace,
+        *,
+        q_len: int,
+        k_len: int,
+        causal: bool = True,
+        window: int | None = None,
+    ) -> None:
+        """Record a call for the last `q_len` of `k_len` tokens: its density, or why it was dense."""
+        if trace.dense_because is not None:
+            self.saw_dense(layer, trace.dense_because)
+        else:
+            self.saw_sparse(layer, trace.density(), q_len=q_len, k_len=k_len, causal=causal, window=window)
 
     def saw_sparse(
         self,
@@ -101,3 +125,33 @@ class DensityRecorder:
         """Delete all records."""
         for recorded in (self._sparse, self._dense, self._kept, self._pairs, self._ages):
             recorded.clear()
+
+
+@final
+@frozen(eq=False)
+class RecordedAttention:
+    """The attention of one layer, with a record of the density of each call, or of why it was dense.
+
+    It is called like a `Pipeline`.
+    """
+
+    attention: Attention
+    layer: int
+    recorder: DensityRecorder
+    _call: OpaqueCall = field(
+        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
+    )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+        """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`."""
+        return attend(self._call, q, k, v, asked)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        return self.trace(q, k, v, **spec.arguments()).output.out
+
+    def trace(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> LayerTrace:
+        """Make the same call with the same arguments, and return every value of it."""
+        trace, sizes = self.attention.trace(q, k, v, **asked), {"q_len": q.shape[2], "k_len": k.shape[2]}
+        causal, window = asked.get("causal", True), asked.get("window")
+        self.recorder.saw(self.layer, trace, **sizes, causal=causal, window=window)
+        return trace

@@ -7,8 +7,11 @@ import torch
 
 import blocksparse as bs
 from blocksparse import HeadGroups, Schedule
+from blocksparse.layers.attention import LayerTrace
 from blocksparse.layers.head_groups import HeadGroupsTrace
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.observe import Audit, AuditedAttention
+from blocksparse.observe.density_recorder import DensityRecorder, RecordedAttention
 
 paper = bs.pbs_attn(0.9)
 groups = HeadGroups({(0, 1): paper, (2,): None, (3,): bs.mean_pooling()})
@@ -26,4 +29,11 @@ assert_type(schedule.resolve(32), tuple[LayerPipeline | None, ...])
 x = torch.rand(1, 4, 8, 16)
 assert_type(groups(x, x, x, causal=True, scale=0.1), torch.Tensor)
 assert_type(groups.trace(x, x, x), HeadGroupsTrace)
+
+# What attends in a layer has one type, and so has what wraps it.
+layers: list[bs.Attention] = [paper, groups]
+audited: bs.Attention = AuditedAttention(layers[0], 0, Audit())
+recorded: bs.Attention = RecordedAttention(audited, 0, DensityRecorder())
+assert_type(recorded(x, x, x, causal=False, sinks=1.0), torch.Tensor)
+assert_type(recorded.trace(x, x, x, window=8), LayerTrace)
 calls: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = [paper, groups]

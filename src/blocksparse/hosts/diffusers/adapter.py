@@ -11,18 +11,18 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from blocksparse.hosts.diffusers.families import Arguments, Family
-from blocksparse.hosts.diffusers.layer import Keeping, Recorded, StepCounter
+from blocksparse.hosts.diffusers.layer import Keeping, StepCounter
 from blocksparse.hosts.token_layout import TokenLayout, placed
+from blocksparse.layers.attention import Attention
 from blocksparse.layers.kept_choices import KeptChoices
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.observe.audit import Audit, AuditedPipeline
-from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.observe.audit import Audit, AuditedAttention
+from blocksparse.observe.density_recorder import DensityRecorder, RecordedAttention
 from blocksparse.pipeline import Pipeline
 
 _MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
 
-Attention = LayerPipeline | AuditedPipeline | Recorded | Keeping
-Placed = Mapping[tuple[int | None, int], Attention]
+Placed = Mapping[tuple[int | None, int], Attention | Keeping]
 """What attends, by the key of a pipeline and the number of tokens of text."""
 
 
@@ -156,11 +156,11 @@ class Adapter:
             }
         return self._kept[kept]
 
-    def _recorded(self, pipeline: LayerPipeline, key: int) -> Attention:
+    def _recorded(self, pipeline: LayerPipeline, key: int) -> Attention | Keeping:
         if self.choices is not None and isinstance(pipeline, Pipeline):
             return Keeping(pipeline, key, self.phase.choosers[key], self.choices, self.recorder, self.audit)
-        audited = pipeline if self.audit is None else AuditedPipeline(pipeline, key, self.audit)
-        return audited if self.recorder is None else Recorded(audited, key, self.recorder)
+        audited = pipeline if self.audit is None else AuditedAttention(pipeline, key, self.audit)
+        return audited if self.recorder is None else RecordedAttention(audited, key, self.recorder)
 
     def attend(
         self,

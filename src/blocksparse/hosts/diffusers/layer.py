@@ -1,7 +1,6 @@
 """What attends in one layer, and the denoising step that a model is in.
 
-Recorded      What attends in one layer: a pipeline that records its calls, or one that attends to what was
-              chosen before.
+Keeping       What attends in one layer to what was chosen before.
 StepCounter   Which denoising step a model is in, as far as the model itself can know.
 """
 
@@ -10,44 +9,16 @@ from __future__ import annotations
 from typing import Any, Unpack, final
 from weakref import ref
 
-from attrs import Factory, define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
-from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.inputs import checked
 from blocksparse.layers.kept_choices import KeptChoices
-from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.observe.audit import Audit, AuditedPipeline
+from blocksparse.observe.audit import Audit
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.pipeline import Pipeline
-from blocksparse.spec import Asked, AttentionSpec
-
-
-@final
-@frozen(eq=False)
-class Recorded:
-    """A pipeline that is called as it is by itself, and tells a recorder the density of every call,
-    or why it was dense."""
-
-    pipeline: LayerPipeline | AuditedPipeline
-    layer: int
-    recorder: DensityRecorder
-    _call: OpaqueCall = field(
-        init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
-    )
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
-        return attend(self._call, q, k, v, asked)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        trace = self.pipeline.trace(q, k, v, **spec.arguments())
-        if trace.dense_because is not None:
-            self.recorder.saw_dense(self.layer, trace.dense_because)
-            return trace.output.out
-        sizes = {"q_len": q.shape[2], "k_len": k.shape[2]}
-        self.recorder.saw_sparse(self.layer, trace.density(), **sizes, causal=spec.causal)
-        return trace.output.out
+from blocksparse.spec import Asked
 
 
 @final

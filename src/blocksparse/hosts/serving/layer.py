@@ -111,21 +111,16 @@ class LayerAttention:
             trace = self.pipeline.trace(q, k, v, **asked)
         except UnsupportedError as error:
             _warn_once(self.layer, error.because)
-            self._saw_dense(error.because)
+            if self.recorder is not None:
+                self.recorder.saw_dense(self.layer, error.because)
             assert asked["scale"] is not None  # an engine always gives it
             out.copy_(dense_attention(q, k, v, AttentionSpec.of(q.shape[1], asked["scale"], asked)))
             return
-        if trace.dense_because is not None:
-            self._saw_dense(trace.dense_because)
-        elif self.recorder is not None:
-            self.recorder.saw_sparse(self.layer, trace.density(), q_len=q.shape[2], k_len=k.shape[2])
+        if self.recorder is not None:
+            self.recorder.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2])
         if estimates is not None:
             estimates.saw(self.layer, trace)
         out.copy_(trace.output.out)
-
-    def _saw_dense(self, reason: str) -> None:
-        if self.recorder is not None:
-            self.recorder.saw_dense(self.layer, reason)
 
 
 @lru_cache(maxsize=1024)

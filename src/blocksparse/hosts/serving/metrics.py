@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.hosts.serving.runs import Split
-from blocksparse.layers.head_groups import AnyTrace, HeadGroupsTrace
+from blocksparse.layers.attention import LayerTrace
 from blocksparse.observe.audit import Audit
 
 PROMPTS, TOKENS = "blocksparse_prompts", "blocksparse_prompt_tokens"
@@ -94,7 +94,7 @@ class Estimates:
         """Count a sparse call of `layer`; whether it is to be audited."""
         return self.audit.begins(layer, may_audit=True)[1]
 
-    def saw(self, layer: int, trace: AnyTrace | HeadGroupsTrace) -> None:
+    def saw(self, layer: int, trace: LayerTrace) -> None:
         """Audit a call, and tell what is known by now of earlier ones."""
         self.audit.compare(layer, trace)
         density, arrived = trace.density().mean(), None

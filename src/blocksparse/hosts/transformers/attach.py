@@ -17,9 +17,10 @@ from blocksparse.hosts.transformers.attachment import Attachment
 from blocksparse.hosts.transformers.call import layer_of
 from blocksparse.hosts.transformers.layer import LayerAttention, Outcomes
 from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
+from blocksparse.layers.attention import Attention
 from blocksparse.layers.kept_choices import SameChoice, shared
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of, text_config
-from blocksparse.observe.audit import Audit, AuditedPipeline
+from blocksparse.observe.audit import Audit, AuditedAttention
 from blocksparse.observe.density_recorder import DensityRecorder
 
 
@@ -76,10 +77,11 @@ def attach(
     outcomes = Outcomes(type(model).__name__, recorder)
     layers = {
         layer: LayerAttention(
-            _audited(pipeline, layer, audit), layer, min_tokens, min_queries, min_window, outcomes,
-            pipeline.begin if isinstance(pipeline, SameChoice) else None,
+            attention if attention is None or audit is None else AuditedAttention(attention, layer, audit),
+            layer, min_tokens, min_queries, min_window, outcomes,
+            attention.begin if isinstance(attention, SameChoice) else None,
         )
-        for layer, pipeline in _layers_of(schedule, model).items()
+        for layer, attention in _layers_of(schedule, model).items()
     }  # fmt: skip
     adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes)
     configs = _configs(model)
@@ -87,12 +89,6 @@ def attach(
     _refuse_own_functions(configs, model)
     _refuse_shared(configs, adapter.modules, model)
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
-
-
-def _audited(
-    pipeline: LayerPipeline | SameChoice | None, layer: int, audit: Audit | None
-) -> LayerPipeline | SameChoice | AuditedPipeline | None:
-    return pipeline if pipeline is None or audit is None else AuditedPipeline(pipeline, layer, audit)
 
 
 def _inside(model: nn.Module) -> PreTrainedModel:
@@ -176,9 +172,9 @@ def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTr
             )
 
 
-def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, LayerPipeline | SameChoice | None]:
+def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attention | None]:
     """The attention of every layer of the model, by `layer_idx`, and of modules without a layer (-1)."""
-    layers: dict[int, LayerPipeline | SameChoice | None] = {}
+    layers: dict[int, Attention | None] = {}
     layers.update(dict.fromkeys((-1, *map(layer_of, model.modules())), schedule.default))
     if schedule.layers or schedule.dense or schedule.same_choice:
         for kind in {type(x) for x in model.modules() if layer_of(x) < 0}:

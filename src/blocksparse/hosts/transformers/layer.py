@@ -22,10 +22,7 @@ from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.transformers.prompt_mask import padded_behind
 from blocksparse.inputs import UnsupportedError
-from blocksparse.layers.head_groups import AnyTrace, HeadGroupsTrace
-from blocksparse.layers.kept_choices import SameChoice
-from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.observe.audit import AuditedPipeline
+from blocksparse.layers.attention import Attention, LayerTrace
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.spec import Asked, AttentionSpec
 
@@ -50,9 +47,7 @@ class Outcomes:
     _reasons: Counter[str] = field(factory=Counter, init=False)
     _settled: bool = field(default=False, init=False)  # a call was sparse, or the line is in the log
 
-    def saw(
-        self, layer: int, trace: AnyTrace | HeadGroupsTrace, *, q_len: int, k_len: int, window: int | None
-    ) -> None:
+    def saw(self, layer: int, trace: LayerTrace, *, q_len: int, k_len: int, window: int | None) -> None:
         """A call of the pipeline, whose executor may have attended densely."""
         assert self.recorder is not None  # or nothing would be traced
         if trace.dense_because is not None:
@@ -98,7 +93,7 @@ class Outcomes:
 class LayerAttention:
     """Attends each prompt of a call sparsely if it is long enough and the pipeline can run it, or else densely."""
 
-    pipeline: LayerPipeline | SameChoice | AuditedPipeline | None
+    attention: Attention | None
     layer: int
     min_tokens: int
     min_queries: int
@@ -137,7 +132,7 @@ class LayerAttention:
         """
         if queries == 1:
             return "decode"
-        if self.pipeline is None:
+        if self.attention is None:
             return "no pipeline for this layer"
         if window is not None and window < keys:
             if self.min_window is None:
@@ -151,13 +146,13 @@ class LayerAttention:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, history: int = 0) -> Tensor:
         reason = self.dense_because(q.shape[2], k.shape[2], spec.window, history)
         if reason is None:
-            assert self.pipeline is not None  # or there would be a reason
+            assert self.attention is not None  # or there would be a reason
             try:
                 if self.outcomes.recorder is None:
-                    out = self.pipeline(q, k, v, **spec.arguments())
+                    out = self.attention(q, k, v, **spec.arguments())
                     self.outcomes.saw_sparse()
                     return out
-                trace = self.pipeline.trace(q, k, v, **spec.arguments())
+                trace = self.attention.trace(q, k, v, **spec.arguments())
             except UnsupportedError as error:
                 reason = error.because
             else:
