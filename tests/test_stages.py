@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import or_
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.kernels.common.sizes import Below
 from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.testing import make_qkv
 from tests.specs import asked
+from tests.stages import SELECTORS
 
 B16 = 16
 
@@ -155,6 +158,30 @@ def test_finer_blocks_of_a_rule_join(M: int, orders: int, shared: bool, causal: 
         assert torch.equal(mask.keep, (bs.Refined(inner, 4) | mine)(scores).keep)
         twice = bs.Refined(bs.Refined(inner, 2), 2) | bs.OnTiles(rule, 4)
         assert torch.equal(twice(scores).keep, mask.keep)
+
+
+OFFERING = [
+    rule for rule in SELECTORS if rule.traits not in (bs.SelectorTraits(), bs.SelectorTraits(reads_values=False))
+]
+
+
+@pytest.mark.parametrize("rule", OFFERING, ids=repr)
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_a_selector_offers_changes_no_mask(rule: Any, causal: bool) -> None:
+    """One launch keeps what several keep: blocks of a position, another mask, some heads."""
+    q, k, _ = make_qkv(N=160, Hq=4, Hkv=2, D=8)
+    scores = bs.VerticalSlashScorer(16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=causal))
+    alone, by_position = rule(scores), (bs.Band(9) | bs.Sink(1))(scores)
+    if rule.traits.always:
+        both = rule(scores, always=bs.Places(near=9, first=1))
+        assert torch.equal(both.keep, (alone | by_position).keep)
+    if rule.traits.mask:
+        other = bs.TopK(2)(scores).refine(scores.grid.q_block // alone.grid.q_block)
+        assert torch.equal(rule(scores, mask=other).keep, (alone | other).keep)
+    if rule.traits.heads:
+        heads = Below(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64))
+        assert torch.equal(rule(scores, heads=heads).keep[:, 1:3], alone.keep[:, 1:3])
+        assert torch.equal(rule(scores, heads=heads.rest()).keep[:, ::3], alone.keep[:, ::3])
 
 
 def test_rules_of_position_go_by_the_blocks_of_the_scores() -> None:
@@ -372,8 +399,8 @@ def test_a_rule_of_position_says_where_alone() -> None:
             def where(self, grid: bs.Grid) -> Tensor:
                 return grid.reachable
 
-            def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
-                return super().__call__(scores)
+            def __call__(self, scores: bs.BlockScores, *, mask: bs.BlockMask | None = None) -> bs.BlockMask:
+                return super().__call__(scores, mask=mask)
 
 
 def test_a_mask_of_kv_heads_lies_on_a_shared_grid() -> None:

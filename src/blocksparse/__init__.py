@@ -75,12 +75,11 @@ from blocksparse.select.positions import (
     Everything,
     LastKeys,
     LastQueries,
-    PositionSelector,
     Random,
     Sink,
     Stride,
 )
-from blocksparse.select.selector import Selector
+from blocksparse.select.selector import PositionSelector, Selector, SelectorTraits
 from blocksparse.select.top_k import DecayingTopK, MeanStd, Threshold, TopK
 from blocksparse.select.vertical_slash import RoutedByDivergence, VerticalSlashCdf, VerticalSlashTopK
 from blocksparse.spec import Asked, AttentionSpec
@@ -169,6 +168,7 @@ __all__ = [
     "Selector",
     "SelectorByCausality",
     "SelectorPair",
+    "SelectorTraits",
     "Sequences",
     "SharedByGroup",
     "SimilarityGatedScorer",

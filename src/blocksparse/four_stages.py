@@ -20,6 +20,7 @@ from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockScores, Scorer, scored
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.selector import Selector
+from blocksparse.select.vertical_slash import reads_beyond
 from blocksparse.spec import AttentionSpec
 from blocksparse.values import MaskT, PermutationT, ScoresT, Trace
 
@@ -115,7 +116,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
 
     def __attrs_post_init__(self) -> None:
         tau = self.scorer.values_below
-        if tau is not None and self.selector.reads_beyond(tau):
+        if tau is not None and reads_beyond(self.selector, tau):
             raise ValueError(
                 f"{self.scorer!r} gives values in heads whose divergence is below 'tau' alone, and "
                 f"{self.selector!r} looks at others: give a scorer without 'tau', or a RoutedByDivergence of the "

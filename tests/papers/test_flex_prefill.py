@@ -160,15 +160,21 @@ def test_values_only_where_the_rule_asks_for_them(M: int, tau: float | list[floa
 @final
 @attrs.frozen(eq=False)
 class Own(bs.Selector[bs.BlockScores, bs.BlockMask]):
-    """A rule from elsewhere, which says whether it looks at values in heads that are left out."""
-
-    looks: bool
+    """A rule from elsewhere, which does not say whether it looks at values."""
 
     def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
         return bs.TopK(2)(scores)
 
-    def reads_beyond(self, tau: Any) -> bool:
-        return self.looks
+
+@final
+@attrs.frozen(eq=False)
+class Blind(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A rule from elsewhere, which looks at no value."""
+
+    traits = bs.SelectorTraits(reads_values=False)
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        return bs.Band(8)(scores)
 
 
 def test_a_selector_that_asks_for_every_head_is_refused() -> None:
@@ -186,13 +192,15 @@ def test_a_selector_that_asks_for_every_head_is_refused() -> None:
         bs.Ranked(mine),
         RoutedByDivergence(0.2, similar=mine.similar, otherwise=by_mass),
         bs.SelectorByCausality(mine, by_mass),
-        Own(looks=True),
+        Blind() | Own(),
+        Own(),
     ):
         with pytest.raises(ValueError, match=r"looks at others: give a scorer without 'tau', or a RoutedBy"):
             attrs.evolve(pipeline, selector=selector)
         bs.Pipeline(bs.Identity(), VerticalSlashScorer(16), selector, bs.ReferenceExecutor())
     for same in (
-        Own(looks=False),
+        Blind(),
+        Blind() | mine,
         bs.SharedByGroup(mine),
         mine | bs.Sink(),
         bs.Refined(mine, 2) | bs.OnTiles(bs.Band(8), 2),

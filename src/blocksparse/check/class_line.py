@@ -34,8 +34,14 @@ def declared(stage: object, role: type, place: int) -> tuple[Declared, ...]:
     said = _said(cls, role, place)
     if not isinstance(said, TypeVar):
         return () if said is None else (Declared(cls, said),)
-    parts = [getattr(stage, attribute.name) for attribute in attrs.fields(cls)] if attrs.has(cls) else []
-    return tuple(each for part in parts if isinstance(part, role) for each in declared(part, role, place))
+    return tuple(each for part in parts_of(stage, role) for each in declared(part, role, place))
+
+
+def parts_of(stage: object, role: type) -> list[Any]:
+    """The stages of a role that a stage holds in its fields."""
+    kind: Any = type(stage)  # a dataclass perhaps, which holds none of ours
+    values = [getattr(stage, each.name) for each in attrs.fields(kind)] if attrs.has(kind) else []
+    return [value for value in values if isinstance(value, role)]
 
 
 @cache

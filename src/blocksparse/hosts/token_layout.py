@@ -16,7 +16,6 @@ import torch
 from attrs import evolve, field, fields, frozen, has
 from torch import Tensor
 
-from blocksparse.check.per_head import PerHead
 from blocksparse.check.validators import Rule, count, flag, is_whole, shown, whole
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
@@ -25,7 +24,7 @@ from blocksparse.order.permutation import Permuter
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.grid_rules import GridSelector
 from blocksparse.select.positions import LastKeys, LastQueries
-from blocksparse.select.selector import ScoresT_contra, Selector
+from blocksparse.select.selector import ScoresT_contra, Selector, SelectorTraits
 
 Sizes = tuple[int, int, int]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -259,9 +258,8 @@ class WithText(Selector[ScoresT_contra, BlockMask]):
     inner: Selector[ScoresT_contra, BlockMask]
     text: int
 
+    traits = SelectorTraits(reads_values=False)
+
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         mask = self.inner(scores)
         return (LastQueries(self.text) | LastKeys(self.text)).joined(mask, mask.grid)
-
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return self.inner.reads_beyond(tau)

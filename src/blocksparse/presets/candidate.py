@@ -8,19 +8,18 @@ UpTo        `UpTo` uses a selector in calls of at most so many keys, and keeps e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast, final
+from typing import Any, final
 
-import attrs
 from attrs import field, frozen
 
-from blocksparse.check.per_head import PerHead
+from blocksparse.check.class_line import parts_of
 from blocksparse.check.validators import UserError, a, count, is_real, optional, shown, size, whole
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.presets.named import always_sparse, extended, preset_named
 from blocksparse.select.block_mask import BlockMask
-from blocksparse.select.positions import Band, Everything, LastQueries, PositionSelector
-from blocksparse.select.selector import ScoresT_contra, Selector
+from blocksparse.select.positions import Band, Everything, LastQueries
+from blocksparse.select.selector import PositionSelector, ScoresT_contra, Selector, SelectorTraits
 from blocksparse.select.vertical_slash import VerticalSlashTopK
 
 
@@ -39,11 +38,10 @@ class UpTo(Selector[ScoresT_contra, BlockMask]):
     def __repr__(self) -> str:
         return f"UpTo({self.rule!r}, {self.tokens})"
 
+    traits = SelectorTraits(reads_values=False)
+
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.rule(scores) if scores.grid.k_len <= self.tokens else Everything().on(scores.grid)
-
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return self.rule.reads_beyond(tau)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.tokens < N or self.rule.keeps_everything(M, N, causal=causal)
@@ -53,8 +51,7 @@ def has_fixed_budget(selector: Selector[Any, Any]) -> bool:
     """Whether a selector keeps a fixed number of tokens or blocks, as windows do."""
     if isinstance(selector, PositionSelector | VerticalSlashTopK):
         return not isinstance(selector, Everything)
-    parts = (getattr(selector, each.name) for each in attrs.fields(cast(Any, type(selector))))
-    if selectors := [part for part in parts if isinstance(part, Selector)]:
+    if selectors := parts_of(selector, Selector):
         return all(map(has_fixed_budget, selectors))
     return getattr(selector, "k", None) is not None
 

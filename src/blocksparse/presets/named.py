@@ -20,7 +20,8 @@ from blocksparse.check.validators import UserError, shown
 from blocksparse.execute.auto import AutoExecutor
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.presets import every_preset
-from blocksparse.select.positions import Band, LastQueries, PositionSelector, Sink
+from blocksparse.select.positions import Band, LastQueries, Sink
+from blocksparse.select.selector import PositionSelector
 
 _RULES: dict[str, Callable[..., PositionSelector]] = {"Band": Band, "Sink": Sink, "LastQueries": LastQueries}
 

@@ -58,8 +58,8 @@ from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashS
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorPair, SharedByGroup
 from blocksparse.select.mass import GlobalTopCdf, PeakShare, TopCdf
-from blocksparse.select.positions import Band, Everything, LastQueries, PositionSelector, Random, Sink, Stride
-from blocksparse.select.selector import Selector
+from blocksparse.select.positions import Band, Everything, LastQueries, Random, Sink, Stride
+from blocksparse.select.selector import PositionSelector, Selector
 from blocksparse.select.top_k import DecayingTopK
 from blocksparse.select.vertical_slash import RoutedByDivergence, VerticalSlashCdf, VerticalSlashTopK
 

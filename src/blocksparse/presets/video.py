@@ -31,8 +31,8 @@ from blocksparse.score.scorer import BlockLogits, BlockMass, BlockScores, NoScor
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.grid_rules import Frames, Radial, TileWindow
 from blocksparse.select.mass import TopCdf
-from blocksparse.select.positions import Band, LastKeys, PositionSelector, Sink
-from blocksparse.select.selector import Selector
+from blocksparse.select.positions import Band, LastKeys, Sink
+from blocksparse.select.selector import PositionSelector, Selector
 from blocksparse.select.top_k import MeanStd, TopK
 
 

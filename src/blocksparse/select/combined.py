@@ -15,15 +15,20 @@ from typing import Generic, TypeVar, final
 import torch
 from attrs import field, frozen
 
-from blocksparse.check.class_line import check_got, of_parts
-from blocksparse.check.per_head import PerHead
+from blocksparse.check.class_line import check_got
 from blocksparse.check.validators import a, optional, size, whole
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.score.combined import ScoresPair
 from blocksparse.score.scorer import BlockScores
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
-from blocksparse.select.positions import PositionSelector
-from blocksparse.select.selector import MaskT_co, ScoresT_contra, Selector
+from blocksparse.select.selector import (
+    Combination,
+    MaskT_co,
+    PositionSelector,
+    ScoresT_contra,
+    Selector,
+    SelectorTraits,
+)
 
 
 @final
@@ -34,11 +39,10 @@ class SelectorByCausality(Selector[ScoresT_contra, MaskT_co]):
     causal: Selector[ScoresT_contra, MaskT_co] = field(validator=a(Selector))
     otherwise: Selector[ScoresT_contra, MaskT_co] = field(validator=a(Selector))
 
+    traits = SelectorTraits(reads_values=False)
+
     def __call__(self, scores: ScoresT_contra) -> MaskT_co:
         return (self.causal if scores.grid.causal else self.otherwise)(scores)
-
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return any(rule.reads_beyond(tau) for rule in (self.causal, self.otherwise))
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return (self.causal if causal else self.otherwise).keeps_everything(M, N, causal=causal)
@@ -54,7 +58,7 @@ SecondT_contra = TypeVar("SecondT_contra", bound=BlockScores)
 @final
 @frozen(cache_hash=True)
 class SelectorPair(
-    Selector[ScoresPair[FirstT_contra, SecondT_contra], BlockMask], Generic[FirstT_contra, SecondT_contra]
+    Combination[ScoresPair[FirstT_contra, SecondT_contra], BlockMask], Generic[FirstT_contra, SecondT_contra]
 ):
     """Keep what `first` keeps by the first scores of a `ScorerPair`, and what `second` keeps by the second.
 
@@ -72,19 +76,10 @@ class SelectorPair(
         check_got(self.second, Selector, 0, scores.second)
         return self.first(scores.first) | self.second(scores.second)
 
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return any(part.reads_beyond(tau) for part in (self.first, self.second))
-
-    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        return any(part.keeps_everything(M, N, causal=causal) for part in (self.first, self.second))
-
-    def alignment(self, causal: bool) -> int:
-        return of_parts(causal, self.first, self.second)
-
 
 @final
 @frozen(cache_hash=True)
-class SharedByGroup(Selector[ScoresT_contra, BlockMask]):
+class SharedByGroup(Combination[ScoresT_contra, BlockMask]):
     """Keep for a whole group of query heads what `inner` keeps for any of them (BFLA, eq. 14)."""
 
     inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
@@ -92,19 +87,10 @@ class SharedByGroup(Selector[ScoresT_contra, BlockMask]):
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.inner(scores).share_heads()
 
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return self.inner.reads_beyond(tau)
-
-    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        return self.inner.keeps_everything(M, N, causal=causal)
-
-    def alignment(self, causal: bool) -> int:
-        return self.inner.alignment(causal)
-
 
 @final
 @frozen(cache_hash=True)
-class Refined(Selector[ScoresT_contra, BlockMask]):
+class Refined(Combination[ScoresT_contra, BlockMask]):
     """Keep what `inner` keeps, cut into blocks `n` times smaller on both sides, without unreachable ones.
 
     `Refined(a, n) | OnTiles(rule, n)` also keeps the smaller blocks that `rule` keeps by their positions.
@@ -116,19 +102,10 @@ class Refined(Selector[ScoresT_contra, BlockMask]):
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
         return self.inner(scores).refine(self.n)
 
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return self.inner.reads_beyond(tau)
-
-    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        return self.inner.keeps_everything(M, N, causal=causal)
-
-    def alignment(self, causal: bool) -> int:
-        return self.inner.alignment(causal)
-
 
 @final
 @frozen(cache_hash=True)
-class OnTiles(Selector[BlockScores, BlockMask]):
+class OnTiles(Combination[BlockScores, BlockMask]):
     """Keep what `rule` keeps on blocks `n` times smaller on both sides.
 
     It goes with a refined rule on scores, as in `Refined(a, n) | OnTiles(Band(256), n)`.
@@ -137,25 +114,16 @@ class OnTiles(Selector[BlockScores, BlockMask]):
     rule: PositionSelector = field(validator=a(PositionSelector))
     n: int = field(converter=whole, validator=size)
 
-    def __call__(self, scores: BlockScores) -> BlockMask:
-        return self.rule.on(scores.grid.refined(self.n))
+    traits = SelectorTraits(mask=True, reads_values=False)
 
-    def added_to(self, first: Selector[BlockScores, BlockMask], scores: BlockScores) -> BlockMask:
-        return self.rule.joined(first(scores), scores.grid.refined(self.n))
-
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return False
-
-    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        return self.rule.keeps_everything(M, N, causal=causal)
-
-    def alignment(self, causal: bool) -> int:
-        return self.rule.alignment(causal)
+    def __call__(self, scores: BlockScores, *, mask: BlockMask | None = None) -> BlockMask:
+        grid = scores.grid.refined(self.n)
+        return self.rule.on(grid) if mask is None else self.rule.joined(mask, grid)
 
 
 @final
 @frozen(cache_hash=True)
-class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
+class Ranked(Combination[ScoresT_contra, RankedBlockMask]):
     """Keep what `inner` keeps, ranked by score, best first, for executors that stop early.
 
     Forced blocks, the diagonal and what `first` keeps get negative ranks, so they are visited first and in any
@@ -174,6 +142,8 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
 
     inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
     first: PositionSelector | None = field(default=None, validator=optional(a(PositionSelector)), kw_only=True)
+
+    traits = SelectorTraits()
 
     def __call__(self, scores: ScoresT_contra) -> RankedBlockMask:
         mask, grid = self.inner(scores), scores.grid
@@ -195,10 +165,3 @@ class Ranked(Selector[ScoresT_contra, RankedBlockMask]):
             rank = place
         rank = rank.add(opening, alpha=-grid.cols)
         return RankedBlockMask(mask.keep, mask.grid, rank)
-
-    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        rules = (self.inner,) if self.first is None else (self.inner, self.first)
-        return any(rule.keeps_everything(M, N, causal=causal) for rule in rules)
-
-    def alignment(self, causal: bool) -> int:
-        return of_parts(causal, *(rule for rule in (self.inner, self.first) if rule is not None))

@@ -21,7 +21,7 @@ from torch import Tensor
 from blocksparse.check.validators import Rule, count, is_whole, maybe_whole, optional, positive, real, size, whole
 from blocksparse.grid import Grid
 from blocksparse.order.grid_orders import given, three, three_sizes
-from blocksparse.select.positions import PositionSelector
+from blocksparse.select.selector import PositionSelector
 
 
 class _Blocks(NamedTuple):

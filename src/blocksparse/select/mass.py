@@ -23,7 +23,7 @@ from blocksparse.kernels.select.global_top_cdf import global_top_cdf
 from blocksparse.kernels.select.top_cdf import row_share, top_cdf
 from blocksparse.score.scorer import BlockMass
 from blocksparse.select.block_mask import BlockMask
-from blocksparse.select.selector import Selector
+from blocksparse.select.selector import Selector, SelectorTraits
 
 
 @final
@@ -45,22 +45,21 @@ class TopCdf(Selector[BlockMass, BlockMask]):
     mass: PerHead = field(default=0.9, converter=per_head, validator=share)
     crossing: bool = field(default=True, validator=flag, kw_only=True)
 
-    def __call__(self, scores: BlockMass) -> BlockMask:
-        return self.with_places(scores, NOWHERE)
+    traits = SelectorTraits(always=True)
 
-    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        return least(self.mass) >= 1
-
-    def with_places(self, scores: BlockMass, places: Places) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, always: Places = NOWHERE) -> BlockMask:
         keep = top_cdf(
             scores.values,
             scores.forced,
             number_or_blocks(self.mass, scores.values),
             scores.grid,
             crossing=self.crossing,
-            places=places,
+            places=always,
         )
         return BlockMask(keep, scores.grid)
+
+    def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
+        return least(self.mass) >= 1
 
     def alignment(self, causal: bool) -> int:
         return 1
@@ -87,13 +86,9 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     mass: PerHead = field(default=0.95, converter=per_head, validator=share)
     crossing: bool = field(default=True, kw_only=True, validator=flag)
 
-    def __call__(self, scores: BlockMass) -> BlockMask:
-        return self._chosen(scores, None)
+    traits = SelectorTraits(heads=True)
 
-    def in_heads(self, scores: BlockMass, heads: Below) -> BlockMask:
-        return self._chosen(scores, heads)
-
-    def _chosen(self, scores: BlockMass, heads: Below | None) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, heads: Below | None = None) -> BlockMask:
         mass = over_blocks(self.mass, scores.values)
         keep = global_top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing, heads=heads)
         return BlockMask(keep, scores.grid)
@@ -120,12 +115,11 @@ class PeakShare(Selector[BlockMass, BlockMask]):
 
     alpha: PerHead = field(converter=per_head, validator=share)
 
-    def __call__(self, scores: BlockMass) -> BlockMask:
-        return self.with_places(scores, NOWHERE)
+    traits = SelectorTraits(always=True)
 
-    def with_places(self, scores: BlockMass, places: Places) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, always: Places = NOWHERE) -> BlockMask:
         alpha = number_or_blocks(self.alpha, scores.values)
-        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="peak", places=places)
+        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="peak", places=always)
         return BlockMask(keep, scores.grid)
 
     def alignment(self, causal: bool) -> int:
@@ -147,12 +141,11 @@ class RowShare(Selector[BlockMass, BlockMask]):
 
     alpha: PerHead = field(converter=per_head, validator=positive)
 
-    def __call__(self, scores: BlockMass) -> BlockMask:
-        return self.with_places(scores, NOWHERE)
+    traits = SelectorTraits(always=True)
 
-    def with_places(self, scores: BlockMass, places: Places) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, always: Places = NOWHERE) -> BlockMask:
         alpha = number_or_blocks(self.alpha, scores.values)
-        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="row", places=places)
+        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="row", places=always)
         return BlockMask(keep, scores.grid)
 
     def alignment(self, causal: bool) -> int:

@@ -8,13 +8,13 @@ RoutedByDivergence   One of two rules for each head (FlexPrefill, arXiv 2502.207
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Declared, check_takes, declared
+from blocksparse.check.class_line import Declared, check_takes, declared, parts_of
 from blocksparse.check.per_head import (
     PerHead,
     at_least_0,
@@ -43,7 +43,7 @@ from blocksparse.kernels.select.vertical_slash import (
 from blocksparse.score.vertical_slash import VerticalSlashScores
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.positions import block_indices
-from blocksparse.select.selector import InHeads, Selector
+from blocksparse.select.selector import Selector, SelectorTraits, select
 
 _LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # the least budgets in the released code
 
@@ -74,6 +74,8 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     recent: int = field(default=100, kw_only=True, converter=whole, validator=count)
     released: bool = field(default=False, kw_only=True, validator=flag)
 
+    traits = SelectorTraits(reads_values=False)
+
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
         grid = scores.grid
         if grid.permutation.k_index is None:
@@ -92,9 +94,6 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         if self.released:
             keep = within_reach(keep | _tiles(scores, self.distances(scores)), grid)
         return BlockMask(keep, grid)
-
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return False
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.slash) >= (N if causal else max(M, N))  # all distances
@@ -189,28 +188,19 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         if most is not None and most < self.min_budget:
             raise ValueError(f"'max_budget' must be at least 'min_budget' ({self.min_budget}): {most}")
 
-    def __call__(self, scores: VerticalSlashScores) -> BlockMask:
-        return self._chosen(scores, None)
+    traits = SelectorTraits(heads=True, mask=True, reads_values=False)
 
-    def in_heads(self, scores: VerticalSlashScores, heads: Below) -> BlockMask:
-        return self._chosen(scores, heads)
-
-    def _chosen(self, scores: VerticalSlashScores, heads: Below | None) -> BlockMask:
-        mass = over_blocks(self.mass, scores.values)[..., 0]
+    def __call__(
+        self, scores: VerticalSlashScores, *, heads: Below | None = None, mask: BlockMask | None = None
+    ) -> BlockMask:
+        grid, mass = scores.grid, over_blocks(self.mass, scores.values)[..., 0]
         if self.released:
-            return BlockMask(self._as_released(scores, mass.float()), scores.grid)
-        return BlockMask(self._covering(scores, mass, heads), scores.grid)
-
-    def added_to(self, first: Selector[VerticalSlashScores, BlockMask], scores: VerticalSlashScores) -> BlockMask:
-        mask = first(scores)
-        if self.released or mask.grid is not scores.grid or mask.keep.shape[1] != scores.grid.q_heads:
-            return mask | self(scores)
-        mass = over_blocks(self.mass, scores.values)[..., 0]
-        heads = first.heads if isinstance(first, InHeads) else None
-        return BlockMask(self._covering(scores, mass, heads, mask.keep), scores.grid)
-
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return False
+            mine = BlockMask(self._as_released(scores, mass.float()), grid)
+        elif mask is None or (mask.grid is grid and mask.keep.shape[1] == grid.q_heads):
+            return BlockMask(self._covering(scores, mass, heads, None if mask is None else mask.keep), grid)
+        else:
+            mine = BlockMask(self._covering(scores, mass, heads), grid)
+        return mine if mask is None else mask | mine
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1 or self.min_budget >= N
@@ -285,8 +275,8 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
                 f"{self.tau!r}, may ask for; give both the same"
             )
         heads = Below(scores.divergence, over_blocks(self.tau, scores.values))
-        similar = self.similar.in_heads(scores, heads).keep
-        otherwise = self.otherwise.in_heads(scores, heads.rest()).keep
+        similar = select(self.similar, scores, heads=heads).keep
+        otherwise = select(self.otherwise, scores, heads=heads.rest()).keep
         for keep in (similar, otherwise):
             if keep.shape != scores.values.shape:
                 raise ValueError(
@@ -296,9 +286,6 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
                 )
         return BlockMask(routed(heads, similar, otherwise), scores.grid)
 
-    def reads_beyond(self, tau: PerHead) -> bool:
-        return tau != self.tau or self.otherwise.reads_beyond(tau)
-
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(rule.keeps_everything(M, N, causal=causal) for rule in (self.similar, self.otherwise))
 
@@ -306,3 +293,10 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
         raise ValueError(
             "'RoutedByDivergence' decides by the last queries of a call, which only its last part has"
         )
+
+
+def reads_beyond(selector: Selector[Any, Any], tau: PerHead) -> bool:
+    """Whether it reads scores of heads whose divergence is not below `tau`, which a scorer may leave out."""
+    if isinstance(selector, RoutedByDivergence) and selector.tau == tau:
+        return reads_beyond(selector.otherwise, tau)
+    return selector.traits.reads_values or any(reads_beyond(part, tau) for part in parts_of(selector, Selector))

@@ -21,8 +21,7 @@ from blocksparse.order.permutation import GlobalPermutation, Permutation, Permut
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockMass, BlockScores, Scorer, ValueScorer, scored
 from blocksparse.select.block_mask import BlockMask
-from blocksparse.select.positions import PositionSelector
-from blocksparse.select.selector import Selector
+from blocksparse.select.selector import PositionSelector, Selector
 from blocksparse.spec import AttentionSpec
 from blocksparse.testing.inputs import (
     LENGTHS,
