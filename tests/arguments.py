@@ -1,17 +1,23 @@
-"""Every argument of stages, presets, schedules and `testing`: of what kind it is, and what is bad for its kind."""
+"""Every argument of stages, presets, schedules and `testing`: of what kind it is, and what is bad for its kind.
+
+An argument of a stage says in its error what it must be, and `RULES` has the kind of each such rule.
+"""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
 import blocksparse as bs
 from blocksparse.testing import make_qkv
+from tests import stages
 
 nan, inf, far = float("nan"), float("inf"), 10**400
 PIPELINE = bs.pbs_attn()
@@ -116,124 +122,66 @@ KINDS: dict[str, list[Draw]] = {
     "flags": one(0, "no", ["no", "yes"], [0, 1], [None], torch.tensor([True]), [nan]),
 }
 
-# A target, what it must be given, and the kind of each argument; "?" where None says something.
+RULES = {
+    "True or False": "flag",
+    "a whole number, at least 1": "size",
+    "a whole number, at least 0": "count",
+    "a whole number from 1 to 16384": "block",
+    "a whole number from 0 to 2**32 - 1": "seed",
+    "a whole number, at least 1, or one per query head": "budget",
+    "a number in (0, 1], or one per query head": "share",
+    "a number in [0, 1], or one per query head": "probability",
+    "a number in [-1, 1], or one per query head": "cosine",
+    "a number, at least 0, or one per query head": "at_least_0",
+    "a number that fp64 can hold, not NaN, or one per query head": "number",
+    "a finite number, or one per query head": "finite",
+    "a finite number greater than 0, or one per query head": "positive",
+    "a finite number below 0, or one per query head": "negative",
+    "a finite number above 0": "above_0",
+    "a finite number, at least 0": "from_0",
+    "a number in (0, 1]": "part",
+    "a number of floating-point operations from 0 to 1e30": "operations",
+    "two numbers (begin, end) from 0 to 1, of which the second is greater": "band",
+    "two finite numbers (mean, deviation), of which the second is at least 0": "lengths",
+    "three whole numbers (T, H, W), each at least 1": "three",
+    "three whole numbers (t, h, w), each at least 0": "three_from_0",
+    "a Permuter": "permuter",
+    "a Scorer": "scorer",
+    "a Selector": "selector",
+    "a PositionSelector": "rule",
+    "an Executor": "executor",
+    "a HopperTiles or a TritonTiles": "tiles",
+}
+
+
+def of_stage(example: Any) -> tuple[type, dict[str, Any], str]:
+    """A stage's class as a target: arguments of an example, and kinds by the rules that their errors name."""
+    cls, kinds = type(example), []
+    given = {each.alias: getattr(example, each.name) for each in attrs.fields(cls) if each.init}
+    for name in given:
+        try:
+            cls(**{**given, name: object()})
+        except (TypeError, ValueError) as error:
+            says = re.match(rf"'{name}' must be (.+?)(, or None)?: <object object", str(error))
+            if says and (kind := "option" if says[1].startswith("'") else RULES.get(says[1])):
+                kinds.append(f"{name}={kind}{'?' if says[2] else ''}")
+    return cls, given, " ".join(kinds)
+
+
+# A target, what it must be given, and the kind of each argument; "?" where None says something. Stages whose
+# errors name rules are added at the end.
 TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (bs.Identity, {}, ""),
-    (bs.SegmentKeySort, {}, "S=size probe=size per_query_head=flag causal_probe=flag"),
-    (bs.SegmentQuerySort, {}, "S=size block=block keys=permuter"),
-    (
-        bs.GlobalIndexMap,
-        {},
-        "S=block prefix=size? coarse=flag per_query_head=flag order_queries=flag guide=size? near=count",
-    ),
-    *(
-        (order, {"grid": (1, 2, 2)}, "grid=three? prefix=count suffix=count?")
-        for order in (bs.HilbertOrder, bs.RasterOrder, bs.TimeOrder, bs.ColumnOrder)
-    ),
-    (bs.TileOrder, {"grid": (1, 2, 2)}, "grid=three? tile=three prefix=count suffix=count?"),
-    (
-        bs.KMeansOrder,
-        {},
-        "q_clusters=size k_clusters=size iterations=size seed=seed prefix=count suffix=count",
-    ),
     (
         bs.GivenOrder,
         {"grid": (1, 2, 2), "order": [0, 2, 1, 3]},
         "grid=three order=order prefix=count suffix=count?",
     ),
-    (bs.NoScorer, {}, "block=block k_block=block?"),
-    (bs.PrefixOrderScorer, {}, "block=block k_block=block?"),
-    (bs.MeanPoolScorer, {}, "block=block k_block=block? padded_tail=flag"),
-    (
-        bs.FlattenMaxPoolScorer,
-        {},
-        "block=block g=block k_block=block? per_token=flag padded_tail=flag",
-    ),
-    (
-        bs.AntidiagonalScorer,
-        {},
-        "stride=block block=block k_block=block? pattern=option forced=flag padded_tail=flag normalize=flag",
-    ),
-    (
-        bs.SimilarityGatedScorer,
-        {"inner": bs.MeanPoolScorer(), "theta": 0.5},
-        "inner=scorer theta=cosine smooth_k=flag? padded_tail=flag",
-    ),
     (bs.KeyHistory().rewind, {"tokens": 3}, "tokens=count"),
-    (bs.QueryRowsScorer, {}, "block=block k_block=block?"),
-    (bs.MeanLogitScorer, {}, "block=block k_block=block? variance=option"),
-    (bs.RotaryBandScorer, {"band": (0.0, 0.5)}, "band=band block=block k_block=block? temperature=above_0?"),
-    (
-        bs.ScorerPair,
-        {"first": bs.NoScorer(), "second": bs.MeanPoolScorer()},
-        "first=scorer second=scorer",
-    ),
-    (
-        bs.OutputAwareScorer,
-        {},
-        "stride=block block=block k_block=block? weight=from_0 lengths=lengths?",
-    ),
-    (bs.VerticalSlashScorer, {}, "block=block probe=size? pooled=flag tau=at_least_0?"),
-    (
-        bs.ScorerByCausality,
-        {"causal": bs.NoScorer(), "otherwise": bs.MeanPoolScorer()},
-        "causal=scorer otherwise=scorer",
-    ),
-    (bs.Everything, {}, ""),
-    (bs.Band, {"tokens": 3}, "tokens=count"),
-    (bs.Sink, {}, "tokens=size"),
-    (bs.LastQueries, {"tokens": 3}, "tokens=size"),
-    (bs.LastKeys, {"tokens": 3}, "tokens=size"),
-    (bs.Stride, {"eta": 3}, "eta=size seed=seed released=flag"),
-    (bs.Random, {"rho": 0.1}, "rho=probability seed=seed released=flag"),
-    (bs.OnTiles, {"rule": bs.Sink(), "n": 2}, "rule=rule n=size"),
-    (bs.Refined, {"inner": bs.TopK(2), "n": 2}, "inner=selector n=size"),
-    (bs.SharedByGroup, {"inner": bs.TopK(2)}, "inner=selector"),
-    (bs.Ranked, {"inner": bs.TopK(2)}, "inner=selector first=rule?"),
-    (bs.TopCdf, {}, "mass=share crossing=flag"),
-    (bs.GlobalTopCdf, {}, "mass=share crossing=flag"),
-    (bs.TopK, {"k": 2}, "k=size share=share? forced_first=flag of_all_keys=flag"),
-    (bs.DecayingTopK, {}, "k=size? decay=part"),
-    (bs.Threshold, {"value": 0.5}, "value=number"),
-    (bs.PeakShare, {"alpha": 0.5}, "alpha=share"),
-    (bs.RowShare, {"alpha": 0.5}, "alpha=positive"),
-    (bs.MeanStd, {}, "tau=finite"),
-    (bs.SelectorPair, {"first": bs.TopK(1), "second": bs.Sink()}, "first=selector second=selector"),
-    (bs.Radial, {"grid": (1, 2, 2)}, "grid=three? prefix=count decay=above_0"),
-    (
-        bs.Frames,
-        {"grid": (1, 2, 2)},
-        "grid=three? prefix=count period=size? phase=count first=count radius=count?",
-    ),
-    (bs.TileWindow, {"grid": (1, 2, 2)}, "grid=three? prefix=count radius=three_from_0 tile=three"),
-    (
-        bs.RoutedByDivergence,
-        {"tau": 0.1, "similar": bs.TopK(1), "otherwise": bs.TopK(1)},
-        "tau=at_least_0 similar=selector otherwise=selector",
-    ),
-    (
-        bs.SelectorByCausality,
-        {"causal": bs.TopK(1), "otherwise": bs.Sink()},
-        "causal=selector otherwise=selector",
-    ),
-    (bs.VerticalSlashCdf, {}, "mass=probability min_budget=count max_budget=size? released=flag"),
-    (bs.VerticalSlashTopK, {}, "vertical=budget slash=budget sink=count recent=count released=flag"),
-    (bs.ReferenceExecutor, {}, ""),
-    (bs.AutoExecutor, {}, "dense_below=operations?"),
-    (bs.FlexExecutor, {}, ""),
-    (bs.CpuExecutor, {}, ""),
-    (bs.CudnnExecutor, {}, ""),
     (
         bs.AttentionSpec,
         {"scale": 0.1},
         "scale=scale causal=flag window=size? softcap=softcap? sinks=sinks? remaining=count",
     ),
-    (bs.FlashAttention4Executor, {}, ""),
-    (bs.TritonExecutor, {}, "tiles=tiles? pv_skip=negative?"),
-    (bs.Int8Executor, {}, "fp8_pv=flag smooth_k=flag scales=option pv_skip=negative? tiles=tiles?"),
-    (bs.RemainderExecutor, {"inner": bs.CpuExecutor()}, "inner=executor"),
-    (bs.SkipSoftmaxExecutor, {}, "scale_factor=above_0"),
-    (bs.GatherExecutor, {}, "tau=at_least_0 reduction=option patience=size commit=flag"),
     (
         bs.TritonTiles,
         {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2},
@@ -351,3 +299,5 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "B=size Hq=size Hkv=size M=size? N=size D=size Dv=size? dtype=dtype device=device seed=seed",
     ),
 ]
+BY_HAND = {target for target, _, _ in TARGETS}
+TARGETS += [of_stage(example) for cls, example in stages.BY_CLASS.items() if cls not in BY_HAND]

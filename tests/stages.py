@@ -1,10 +1,12 @@
 """Small examples of every stage, and every legal composition of them.
 
-A stage that the package exports and this table lacks fails `test_every_stage_has_an_example`.
+Tables name what default arguments do not show, and `with_others` adds every other stage that the package exports.
+A stage with a required argument needs a line here, or `test_every_stage_has_an_example` fails.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
@@ -55,7 +57,27 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
         return bs.BlockScores(values.to(q.device), grid)
 
 
-PERMUTERS: tuple[bs.Permuter[Any], ...] = (
+def exported(role: type, but: tuple[type, ...] = ()) -> list[type]:
+    """Stages of a role that the package exports, except those that are `but` as well."""
+    found = [x for x in map(vars(bs).get, bs.__all__) if inspect.isclass(x) and not inspect.isabstract(x)]
+    return [x for x in found if issubclass(x, role) and not issubclass(x, but)]
+
+
+def with_others(role: type, *examples: Any, but: tuple[type, ...] = ()) -> tuple[Any, ...]:
+    """These examples, and one with default arguments of each other stage of the role that needs no argument.
+
+    Prompts of tests are short: whole numbers from 64 up, such as blocks of 128 tokens, become 16.
+    """
+    others = []
+    for cls in exported(role, but):
+        fields: Any = [each for each in attrs.fields(cls) if each.init]
+        if all(cls is not type(x) for x in examples) and all(each.default is not attrs.NOTHING for each in fields):
+            others.append(cls(**{x.alias: 16 for x in fields if type(x.default) is int and x.default >= 64}))
+    return (*examples, *others)
+
+
+PERMUTERS: tuple[bs.Permuter[Any], ...] = with_others(
+    bs.Permuter,
     bs.Identity(),
     bs.SegmentKeySort(64, probe=16),
     bs.SegmentKeySort(48, probe=16, per_query_head=True, causal_probe=False),
@@ -82,11 +104,11 @@ KEYS_ONLY: tuple[bs.Permuter[Any], ...] = (
     bs.GlobalIndexMap(32, prefix=24, coarse=True, order_queries=False),
     bs.GlobalIndexMap(32, prefix=24, coarse=True, order_queries=False, near=24),
 )
-SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
+SCORERS: tuple[bs.Scorer[Any, Any], ...] = with_others(
+    bs.Scorer,
     bs.MeanPoolScorer(16),
     bs.MeanPoolScorer(32, padded_tail=True),
     bs.MeanPoolScorer(32, k_block=16),
-    bs.NoScorer(16),
     bs.FlattenMaxPoolScorer(32, 16),
     bs.FlattenMaxPoolScorer(16, 16, per_token=True),
     bs.FlattenMaxPoolScorer(32, 8, k_block=16, padded_tail=True),
@@ -94,11 +116,9 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.AntidiagonalScorer(8, block=32, pattern="slash", padded_tail=True),
     bs.AntidiagonalScorer(4, block=32, k_block=16, pattern="sum", forced=False),
     bs.AntidiagonalScorer(4, block=16, pattern="sum", normalize=False),
-    bs.QueryRowsScorer(16),
     bs.MeanLogitScorer(16, variance="diagonal"),
     bs.RotaryBandScorer((0.0, 0.5), 16),
     bs.ScorerPair(bs.RotaryBandScorer((0.25, 1.0), 16, temperature=0.5), bs.QueryRowsScorer(16)),
-    bs.PrefixOrderScorer(16),
     bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
     bs.SimilarityGatedScorer(bs.FlattenMaxPoolScorer(16, 16), 0.2, smooth_k=None),
     bs.VerticalSlashScorer(16),
@@ -106,8 +126,10 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.ScorerByCausality(
         bs.AntidiagonalScorer(4, block=32, k_block=16), bs.MeanPoolScorer(32, k_block=16)
     ),  # one cut
+    but=(bs.ValueScorer,),
 )
-SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
+SELECTORS: tuple[bs.Selector[Any, Any], ...] = with_others(
+    bs.Selector,
     bs.TopCdf(0.5),
     bs.TopCdf(0.6, crossing=False),
     bs.TopK(2),
@@ -124,7 +146,6 @@ SELECTORS: tuple[bs.Selector[Any, Any], ...] = (
     bs.Band(20),
     bs.Sink(5),
     bs.Sink(1),
-    bs.Everything(),
     bs.SharedByGroup(bs.TopCdf(0.4)),
     bs.TopCdf(0.3) | bs.Band(8),
     bs.TopCdf(0.8) & bs.TopK(3),
@@ -153,7 +174,8 @@ REFINED: tuple[bs.Selector[Any, Any], ...] = (
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.4)), 2) | bs.SharedByGroup(bs.OnTiles(bs.Random(0.3), 2)),
 )
 # These get values beside keys, as `blocksparse.testing.check_stages` gives them.
-VALUE_SCORERS: tuple[bs.ValueScorer[Any, Any], ...] = (
+VALUE_SCORERS: tuple[bs.ValueScorer[Any, Any], ...] = with_others(
+    bs.ValueScorer,
     bs.OutputAwareScorer(4, block=16),
     bs.OutputAwareScorer(8, block=32, k_block=16, lengths=(1.0, 0.2)),
 )
@@ -172,20 +194,19 @@ WHOLE_CALL = tuple(
     or (isinstance(s, bs.TopK) and s.of_all_keys)
 )
 CAUSAL_ONLY: tuple[type, ...] = (bs.GlobalIndexMap,)
-EXECUTORS: tuple[bs.Executor[Any, Any], ...] = (
-    bs.ReferenceExecutor(),
-    bs.CpuExecutor(),
-    bs.TritonExecutor(),
+EXECUTORS: tuple[bs.Executor[Any, Any], ...] = with_others(
+    bs.Executor,
     bs.GatherExecutor(0.0),
     bs.GatherExecutor(0.1, patience=2),
-    bs.FlexExecutor(),
-    bs.AutoExecutor(),
-    bs.FlashAttention4Executor(),
-    bs.CudnnExecutor(),
-    bs.Int8Executor(),
     bs.SkipSoftmaxExecutor(20.0),
     bs.RemainderExecutor(bs.ReferenceExecutor()),
 )
+# The first example of each class that the package exports.
+BY_CLASS: dict[type, Any] = {
+    type(x): x
+    for x in reversed((*PERMUTERS, *SCORERS, *VALUE_SCORERS, *SELECTORS, *REFINED, *EXECUTORS))
+    if type(x).__name__ in bs.__all__
+}
 
 
 def needs(stage: object, role: type, position: int) -> type:

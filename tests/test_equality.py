@@ -44,7 +44,7 @@ of_ours = [value for value in VALUES if type(value).__module__.startswith("block
 def test_a_copy_is_equal(value: Any, copied: Callable[[Any], Any]) -> None:
     hash(value)  # which is remembered, and a copy in another process must not have it
     twin = copied(value)
-    assert twin == value
+    assert twin == value, "compare by value: write @frozen(cache_hash=True) above the class"
     assert hash(twin) == hash(value)
     assert {value: 1}[twin] == 1
 

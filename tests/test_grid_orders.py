@@ -255,7 +255,7 @@ def test_the_number_of_tokens_must_fit(text: dict[str, int], N: int, message: st
 
 
 FIELDS: list[tuple[Any, list[Any], dict[str, Any], type[Exception], str]] = [
-    (HilbertOrder, [(3, 4)], {}, TypeError, r"'grid' must .*; an image is \(1, H, W\): \(3, 4\)"),
+    (HilbertOrder, [(3, 4)], {}, TypeError, r"'grid' must .*: \(3, 4\); an image is \(1, H, W\)"),
     (HilbertOrder, [[3, 4, 5]], {}, TypeError, r"'grid' must be three whole numbers"),
     (HilbertOrder, [(3, 4, 5.0)], {}, TypeError, r"'grid' must be three whole numbers"),
     (HilbertOrder, [(3, 0, 5)], {}, ValueError, r"'grid' must be three whole numbers .*: \(3, 0, 5\)"),

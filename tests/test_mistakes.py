@@ -51,7 +51,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.TopK(0.1), "'k' | whole number | 0.1"),
     (lambda: bs.TopK(share=2.0), "'share' | (0, 1] | 2.0"),
     (lambda: bs.TopK(), "'TopK' | 'k' or 'share' | k=None"),
-    (lambda: ANY.HilbertOrder((16, 16)), "'grid' | (T, H, W) | an image is (1, H, W) | (16, 16)"),
+    (lambda: ANY.HilbertOrder((16, 16)), "'grid' | (T, H, W) | or None: (16, 16); an image is (1, H, W)"),
     # Tensors.
     (lambda: MEAN(*(x.transpose(1, 2) for x in (Q, K, V))), "Nq=4, Nk=2 | [B, H, N, D], heads before tokens"),
     (lambda: MEAN(Q[0], K[0], V[0]), "'q' | (4, 256, 32) | heads before tokens"),

@@ -5,6 +5,7 @@ Files outside of docs/ that pages link to are pages of the site too, and links b
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 from pathlib import Path
@@ -32,6 +33,8 @@ LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<rest>[^)]*\))")
 KIND = re.compile(r"^```(python|sh) .+$", re.MULTILINE)  # what tests do with a block is nothing that readers need
 CHART = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]+)\.svg\)")
 CODE = re.compile(r"`[^`\n]+`")
+REFERENCE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
+FAMILIES = re.compile(r"^::: blocksparse\.(?P<folder>order|score|select|execute)$", re.MULTILINE)
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
 WORDS = (
     "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink",
@@ -81,6 +84,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     linked = CHART.sub(in_both_themes, LINK.sub(to_page, markdown))
     if "**Next:**" not in linked and here != "evidence/index.md":
         linked += "".join(f"\n**Next:** {step}.\n" for folder, step in NEXT.items() if here.startswith(folder))
+    linked = FAMILIES.sub(_of_a_folder, linked)
     lines = KIND.sub(r"```\1", linked).split("\n")
     if here == "glossary.md":
         lines = [re.sub(r"^\| \*?(" + "|".join(WORDS) + r")\b", _with_anchor, line) for line in lines]
@@ -88,6 +92,20 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         lines = _with_words_linked(lines, posixpath.relpath("glossary.md", posixpath.dirname(here) or "."))
     # In a table a forge wants `a \| b`, and Python's Markdown would show the backslash.
     return "\n".join(CODE.sub(lambda x: x[0].replace(r"\|", "|"), x) if x.startswith("|") else x for x in lines)
+
+
+def _of_a_folder(line: re.Match[str]) -> str:
+    """A line for each name that the package exports from a folder, except those with a line of their own."""
+    pages = (ROOT / "docs" / "reference" / "api").glob("*.md")
+    own = {path for page in pages for path in REFERENCE.findall(page.read_text(encoding="utf-8"))}
+    package = ast.parse((ROOT / "src" / "blocksparse" / "__init__.py").read_text(encoding="utf-8"))
+    paths = (
+        f"blocksparse.{name.name}"
+        for taken in package.body
+        if isinstance(taken, ast.ImportFrom) and f"{taken.module}.".startswith(f"blocksparse.{line['folder']}.")
+        for name in taken.names
+    )
+    return "\n\n".join(f"::: {path}" for path in paths if path not in own)
 
 
 def _with_anchor(row: re.Match[str]) -> str:

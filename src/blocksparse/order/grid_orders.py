@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from attrs import converters, field, frozen, validators
+from attrs import converters, field, frozen
 from torch import Tensor
 
 from blocksparse.check.per_head import WHOLE_DTYPES
@@ -31,10 +31,10 @@ def three(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 three_sizes = Rule(
-    "three whole numbers (T, H, W), each at least 1; an image is (1, H, W)",
+    "three whole numbers (T, H, W), each at least 1",
     lambda x: isinstance(x, tuple) and len(x) == 3 and all(map(is_whole, x)),
     lambda x: min(x) >= 1,
-)
+).or_else("an image is (1, H, W)")
 
 
 def given(grid: tuple[int, int, int] | None, stage: object) -> tuple[int, int, int]:
@@ -73,7 +73,7 @@ class GridOrder(Permuter[GlobalPermutation]):
     """
 
     grid: tuple[int, int, int] | None = field(
-        default=None, converter=converters.optional(three), validator=validators.optional(three_sizes)
+        default=None, converter=converters.optional(three), validator=optional(three_sizes)
     )
     prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
     suffix: int | None = field(default=0, converter=maybe_whole, validator=optional(count), kw_only=True)

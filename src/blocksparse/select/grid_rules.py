@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple, final
 
 import torch
-from attrs import converters, evolve, field, frozen, validators
+from attrs import converters, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.check.validators import Rule, count, is_whole, maybe_whole, optional, positive, real, size, whole
@@ -47,7 +47,7 @@ class GridSelector(PositionSelector):
     """
 
     grid: tuple[int, int, int] | None = field(
-        default=None, converter=converters.optional(three), validator=validators.optional(three_sizes)
+        default=None, converter=converters.optional(three), validator=optional(three_sizes)
     )
     prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
 
