@@ -21,14 +21,7 @@ class TrueMassScorer(bs.Scorer[bs.Permutation, bs.BlockMass]):
 
     block: int = 128
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.Permutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
-    ) -> bs.BlockMass:
+    def __call__(self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec) -> bs.BlockMass:
         grid = bs.Grid.of(
             q,
             k,

@@ -26,7 +26,6 @@ from blocksparse import (
     BlockMass,
     GlobalPermutation,
     Grid,
-    KeyHistory,
     MeanPoolScorer,
     Pipeline,
     ReferenceExecutor,
@@ -70,14 +69,7 @@ class TrueMassScorer(Scorer[GlobalPermutation, BlockMass]):
     q_block: int = field(default=Q_BLOCK)
     k_block: int = field(default=K_BLOCK)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
-    ) -> BlockMass:
+    def __call__(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec) -> BlockMass:
         grid = Grid.of(
             q,
             k,

@@ -37,12 +37,7 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
     block: int
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.Permutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
     ) -> bs.BlockScores:
         grid = bs.Grid.of(
             q,

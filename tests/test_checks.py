@@ -151,12 +151,7 @@ class Scores(bs.Scorer[bs.GlobalPermutation, bs.BlockMass]):
         self.spoil = spoil
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.GlobalPermutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
     ) -> bs.BlockMass:
         right = bs.MeanPoolScorer(16)(q, k, permutation, spec)
         return bs.BlockMass(self.spoil(right.values, right.grid, k), right.grid)
@@ -164,12 +159,7 @@ class Scores(bs.Scorer[bs.GlobalPermutation, bs.BlockMass]):
 
 class OtherGrid(Scores):
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.GlobalPermutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
     ) -> bs.BlockMass:
         return bs.MeanPoolScorer(16)(q, k, IN_ORDER, spec)
 
@@ -181,12 +171,7 @@ class Deaf(Scores):
         self.deafen = deafen
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.GlobalPermutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
     ) -> bs.BlockMass:
         grid = bs.MeanPoolScorer(16)(q, k, permutation, spec).grid
         return bs.BlockMass(bs.MeanPoolScorer(16)(q, *self.deafen(q, k, permutation, spec)).values, grid)

@@ -109,9 +109,7 @@ def test_a_stage_without_types_runs() -> None:
 class Mean(bs.Scorer):  # type: ignore[type-arg]
     """Says nothing either."""
 
-    def __call__(
-        self, q: Any, k: Any, permutation: Any, spec: bs.AttentionSpec, history: bs.KeyHistory | None = None
-    ) -> Any:
+    def __call__(self, q: Any, k: Any, permutation: Any, spec: bs.AttentionSpec) -> Any:
         return bs.MeanPoolScorer(16)(q, k, permutation, spec)
 
 

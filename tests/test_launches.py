@@ -290,12 +290,7 @@ class _Watched(bs.Scorer[bs.GlobalPermutation, bs.BlockScores]):
     given: list[weakref.ref[Tensor]] = field(factory=list)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.GlobalPermutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
     ) -> bs.BlockScores:
         scores = self.inner(q, k, permutation, spec)
         self.given.append(weakref.ref(scores.values))

@@ -339,12 +339,7 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
     """Every block alike."""
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.Permutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
     ) -> bs.BlockScores:
         cut = bs.Grid.of(q, k, permutation, spec, q_block=B16, k_block=B16)
         return bs.BlockScores(torch.zeros(*q.shape[:2], cut.rows, cut.cols), cut)

@@ -162,12 +162,7 @@ class OfItsOwn(bs.Scorer[bs.Permutation, bs.BlockScores]):
         self.causal, self.permutation = causal, permutation
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.Permutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
     ) -> bs.BlockScores:
         cut = grid(self.permutation or permutation, q, k, causal=self.causal)
         return bs.BlockScores(torch.zeros(cut.batch, cut.q_heads, cut.rows, cut.cols), cut)

@@ -339,12 +339,7 @@ class Forgetful(bs.Scorer[bs.Permutation, bs.BlockScores]):
     """A scorer that makes a grid without the window of the call."""
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.Permutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
     ) -> bs.BlockScores:
         grid = bs.Grid.of(q, k, permutation, attrs.evolve(spec, window=None), q_block=64, k_block=64)
         return bs.BlockScores(torch.zeros(*q.shape[:2], grid.rows, grid.cols), grid)

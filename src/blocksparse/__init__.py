@@ -64,7 +64,15 @@ from blocksparse.score.combined import ScorerByCausality, ScorerPair, ScoresPair
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.output_aware import OutputAwareScorer
 from blocksparse.score.pooled import MeanLogitScorer, MeanPoolScorer, PrefixOrderScorer, RotaryBandScorer
-from blocksparse.score.scorer import BlockLogits, BlockMass, BlockScores, NoScorer, Scorer, ValueScorer
+from blocksparse.score.scorer import (
+    BlockLogits,
+    BlockMass,
+    BlockScores,
+    NoScorer,
+    Scorer,
+    ScorerTraits,
+    ValueScorer,
+)
 from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorByCausality, SelectorPair, SharedByGroup
@@ -162,6 +170,7 @@ __all__ = [
     "Scorer",
     "ScorerByCausality",
     "ScorerPair",
+    "ScorerTraits",
     "ScoresPair",
     "SegmentKeySort",
     "SegmentQuerySort",

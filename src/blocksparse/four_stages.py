@@ -115,7 +115,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
     )
 
     def __attrs_post_init__(self) -> None:
-        tau = self.scorer.values_below
+        tau = self.scorer.traits.values_below
         if tau is not None and reads_beyond(self.selector, tau):
             raise ValueError(
                 f"{self.scorer!r} gives values in heads whose divergence is below 'tau' alone, and "
@@ -248,7 +248,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         return Trace(q, k, v, spec, permutation, scores, mask, output, reason)
 
     def _check_history(self, permutation: Permutation, history: KeyHistory, spec: AttentionSpec) -> None:
-        if not self.scorer.keeps_history:
+        if not self.scorer.traits.history:
             because = f"{type(self.scorer).__name__} remembers nothing of keys"
             raise UnsupportedError(f"{because}: call without 'history', which would save nothing", because)
         if permutation.k_index is not None:

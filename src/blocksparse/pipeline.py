@@ -80,7 +80,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     @property
     def keeps_history(self) -> bool:
         """Whether a `KeyHistory` saves work: the scorer remembers keys, and the permuter leaves them in place."""
-        return self.scorer.keeps_history and not self.permuter.moves_keys
+        return self.scorer.traits.history and not self.permuter.moves_keys
 
     def __call__(
         self,

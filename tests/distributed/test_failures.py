@@ -31,12 +31,7 @@ class Breaks(bs.Scorer[bs.GlobalPermutation, bs.BlockMass]):
     dies: bool
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: bs.GlobalPermutation,
-        spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
     ) -> bs.BlockMass:
         if dist.get_rank() == self.on_rank:
             if self.dies:

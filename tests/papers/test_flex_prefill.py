@@ -214,11 +214,12 @@ def test_a_scorer_that_leaves_heads_out_is_known_inside_another() -> None:
         bs.ScorerByCausality(spared, bs.MeanPoolScorer(16)),
         bs.ScorerByCausality(bs.MeanPoolScorer(16), spared),
         bs.ScorerPair(bs.MeanPoolScorer(16), spared),
+        bs.SimilarityGatedScorer(spared, 0.5),
     ):
-        assert scorer.values_below == 0.0
+        assert scorer.traits.values_below == 0.0
         with pytest.raises(ValueError, match="divergence is below 'tau' alone"):
             bs.Pipeline(bs.Identity(), scorer, bs.TopK(2), bs.ReferenceExecutor())
-    assert VerticalSlashScorer(16, tau=0.1, pooled=False).values_below is None
+    assert VerticalSlashScorer(16, tau=0.1, pooled=False).traits.values_below is None
 
 
 def test_divergence_is_never_nan() -> None:

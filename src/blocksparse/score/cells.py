@@ -27,7 +27,7 @@ from blocksparse.kernels.score.cell_mass import cell_mass
 from blocksparse.kernels.score.cell_means import cell_mean, cell_means, group_max
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
-from blocksparse.score.scorer import BlockMass, Scorer, own_segment, reach_of, segment_of
+from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits, own_segment, reach_of, segment_of
 from blocksparse.spec import AttentionSpec
 
 Pattern = Literal["antidiagonal", "slash", "sum"]
@@ -129,8 +129,8 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         )
 
     @property
-    def keeps_history(self) -> bool:
-        return self.pattern == "sum"
+    def traits(self) -> ScorerTraits:
+        return ScorerTraits(history=self.pattern == "sum")
 
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
         if not (self.forced and grid.causal):
@@ -175,7 +175,7 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
     block: int = field(default=128, converter=whole, validator=block_size)
     k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
 
-    keeps_history = True
+    traits = ScorerTraits(history=True)
 
     def __call__(
         self,
@@ -252,14 +252,7 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         multiple("block", self.block, "g", self.g)
         multiple("k_block", self.k_block, "g", self.g)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
-    ) -> BlockMass:
+    def __call__(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec) -> BlockMass:
         k_block = self.k_block or self.block
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
         reach: dict[str, Any] = {}

@@ -9,7 +9,7 @@ SimilarityGatedScorer   Scores only for blocks whose tokens are alike; all other
 from __future__ import annotations
 
 from functools import partial
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from attrs import field, frozen
 from torch import Tensor
@@ -21,7 +21,15 @@ from blocksparse.kernels.score.block_mean import block_similarity
 from blocksparse.kernels.score.block_softmax import gate_blocks
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
-from blocksparse.score.scorer import BlockMass, BlockScores, PermutationT_contra, Scorer, ScoresT_co
+from blocksparse.score.scorer import (
+    BlockMass,
+    BlockScores,
+    PermutationT_contra,
+    Scorer,
+    ScorerTraits,
+    ScoresT_co,
+    scored,
+)
 from blocksparse.spec import AttentionSpec
 
 
@@ -45,19 +53,19 @@ class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
         spec: AttentionSpec,
         history: KeyHistory | None = None,
     ) -> ScoresT_co:
-        return (self.causal if spec.causal else self.otherwise)(q, k, permutation, spec, history)
+        return scored(self.causal if spec.causal else self.otherwise, q, k, None, permutation, spec, history)
 
     @property
-    def keeps_history(self) -> bool:
-        return self.causal.keeps_history
-
-    @property
-    def values_below(self) -> PerHead | None:
-        mine, its = self.causal.values_below, self.otherwise.values_below
-        return its if mine is None else mine
+    def traits(self) -> ScorerTraits:
+        return ScorerTraits(self.causal.traits.history, _values_below(self.causal, self.otherwise))
 
     def alignment(self, causal: bool) -> int:
         return (self.causal if causal else self.otherwise).alignment(causal)
+
+
+def _values_below(*scorers: Scorer[Any, Any]) -> PerHead | None:
+    """Of the first scorer that leaves out heads."""
+    return next((tau for each in scorers if (tau := each.traits.values_below) is not None), None)
 
 
 FirstT_co = TypeVar("FirstT_co", bound=BlockScores, covariant=True)
@@ -96,21 +104,17 @@ class ScorerPair(
         spec: AttentionSpec,
         history: KeyHistory | None = None,
     ) -> ScoresPair[FirstT_co, SecondT_co]:
-        first = self.first(q, k, permutation, spec, history)
-        second = self.second(q, k, permutation, spec, history)
+        first = scored(self.first, q, k, None, permutation, spec, history)
+        second = scored(self.second, q, k, None, permutation, spec, history)
         if not first.grid.same_blocks(second.grid):
             mine, its = ((grid.q_block, grid.k_block) for grid in (first.grid, second.grid))
             raise ValueError(f"both scorers of 'ScorerPair' must score the same blocks: {mine} and {its}")
         return ScoresPair(first.values, first.grid, first.forced, first=first, second=second)
 
     @property
-    def keeps_history(self) -> bool:
-        return self.first.keeps_history and self.second.keeps_history
-
-    @property
-    def values_below(self) -> PerHead | None:
-        mine, its = self.first.values_below, self.second.values_below
-        return its if mine is None else mine
+    def traits(self) -> ScorerTraits:
+        history = self.first.traits.history and self.second.traits.history
+        return ScorerTraits(history, _values_below(self.first, self.second))
 
     def alignment(self, causal: bool) -> int:
         return of_parts(causal, self.first, self.second)
@@ -155,7 +159,7 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         spec: AttentionSpec,
         history: KeyHistory | None = None,
     ) -> BlockMass:
-        scores = self.inner(q, k, permutation, spec, history)
+        scores = scored(self.inner, q, k, None, permutation, spec, history)
         if isinstance(self.theta, int | float) and self.theta < 0 and not self.padded_tail:
             return scores
         block, centred = scores.grid.k_block, self._centred(spec.causal)
@@ -166,8 +170,9 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         return self._gated(scores, q, of_k, permutation)
 
     @property
-    def keeps_history(self) -> bool:
-        return self.inner.keeps_history and not self._centred(causal=True)
+    def traits(self) -> ScorerTraits:
+        inner = self.inner.traits
+        return ScorerTraits(inner.history and not self._centred(causal=True), inner.values_below)
 
     def _centred(self, causal: bool) -> bool:
         return not causal if self.smooth_k is None else self.smooth_k

@@ -38,7 +38,7 @@ from blocksparse.kernels.score.block_mean import block_mean, block_means
 from blocksparse.kernels.score.block_softmax import block_softmax, prefix_softmax
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.score.key_history import KeyHistory
-from blocksparse.score.scorer import BlockLogits, BlockMass, Scorer, own_segment, segment_of
+from blocksparse.score.scorer import BlockLogits, BlockMass, Scorer, ScorerTraits, own_segment, segment_of
 from blocksparse.spec import AttentionSpec
 
 
@@ -61,7 +61,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
-    keeps_history = True
+    traits = ScorerTraits(history=True)
 
     def __call__(
         self,
@@ -123,14 +123,7 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
     k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     variance: Variance = field(default="exact", validator=one_of("exact", "diagonal"), kw_only=True)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
-    ) -> BlockLogits:
+    def __call__(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec) -> BlockLogits:
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
         queries, keys = block_means(
             q,
@@ -203,7 +196,7 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         default=None, converter=converters.optional(real), validator=optional(positive), kw_only=True
     )
 
-    keeps_history = True
+    traits = ScorerTraits(history=True)
 
     def __call__(
         self,
@@ -263,14 +256,7 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
     block: int = field(default=128, converter=whole, validator=block_size)
     k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: Permutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
-    ) -> BlockMass:
+    def __call__(self, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec) -> BlockMass:
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
         N, group = k.shape[2], permutation.group
         if group is not None:

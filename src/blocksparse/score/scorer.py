@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import lcm
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from attrs import field, frozen
@@ -87,6 +87,21 @@ PermutationT_contra = TypeVar("PermutationT_contra", bound=Permutation, contrava
 ScoresT_co = TypeVar("ScoresT_co", bound=BlockScores, covariant=True)
 
 
+@final
+@frozen
+class ScorerTraits:
+    """What a scorer can do besides scoring. With the defaults it is right, and only slower.
+
+    Args:
+        history: its `__call__` takes `history` too, a `KeyHistory` or None: what earlier calls found of the first
+            keys, which learns of the others. The scores are the same without, to the bit.
+        values_below: only heads whose divergence is below it have values; None if all heads have.
+    """
+
+    history: bool = False
+    values_below: PerHead | None = None
+
+
 class Scorer(Stage, ABC, Generic[PermutationT_contra, ScoresT_co]):
     """Role: gives the score of each block, the pairs of one row of queries and one column of keys.
 
@@ -95,33 +110,13 @@ class Scorer(Stage, ABC, Generic[PermutationT_contra, ScoresT_co]):
     """
 
     @abstractmethod
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: PermutationT_contra,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
-    ) -> ScoresT_co:
-        """Score `q` `[B, Hq, M, D]` against `k` `[B, Hkv, N, D]`, both in original order.
-
-        Args:
-            history: what was found of the first keys in earlier calls, and learns of the others. The scores are
-                the same without, to the bit. A scorer that keeps none ignores it.
-
-        Raises:
-            ValueError: the history is of other keys, or `permutation` moves keys.
-        """
+    def __call__(self, q: Tensor, k: Tensor, permutation: PermutationT_contra, spec: AttentionSpec) -> ScoresT_co:
+        """Score `q` `[B, Hq, M, D]` against `k` `[B, Hkv, N, D]`, both in original order."""
 
     @property
-    def keeps_history(self) -> bool:
-        """Whether this scorer reuses results of earlier keys."""
-        return False
-
-    @property
-    def values_below(self) -> PerHead | None:
-        """The divergence below which a head has values; None if all heads have values."""
-        return None
+    def traits(self) -> ScorerTraits:
+        """What it can do besides scoring."""
+        return ScorerTraits()
 
 
 class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
@@ -137,14 +132,7 @@ class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
     ) -> ScoresT_co:
         """Score blocks of `q` `[B, Hq, M, D]`, `k` `[B, Hkv, N, D]`, `v` `[B, Hkv, N, Dv]`, in original order."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: PermutationT_contra,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
-    ) -> ScoresT_co:
+    def __call__(self, q: Tensor, k: Tensor, permutation: PermutationT_contra, spec: AttentionSpec) -> ScoresT_co:
         """Refuse a call without values.
 
         Raises:
@@ -165,11 +153,20 @@ def scored(
     spec: AttentionSpec,
     history: KeyHistory | None = None,
 ) -> ScoresT_co:
-    """Scores from a scorer of either kind; a `ValueScorer` rejects a call without values."""
+    """Scores from a scorer of any kind, which gets the values and the history if it takes them.
+
+    Raises:
+        ValueError: a `ValueScorer` is called without values; the history is of other keys, or `permutation` moves
+            keys.
+    """
     if v is not None and isinstance(scorer, ValueScorer):
         found: ScoresT_co = scorer.with_values(q, k, v, permutation, spec)
         return found
-    return scorer(q, k, permutation, spec, history)
+    if history is None or not scorer.traits.history:
+        return scorer(q, k, permutation, spec)
+    remembering: Any = scorer
+    scores: ScoresT_co = remembering(q, k, permutation, spec, history)
+    return scores
 
 
 def segment_of(permutation: GlobalPermutation, grid: Grid) -> int | None:
@@ -209,14 +206,7 @@ class NoScorer(Scorer[Permutation, BlockScores]):
     block: int = field(default=128, converter=whole, validator=block_size)
     k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: Permutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
-    ) -> BlockScores:
+    def __call__(self, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec) -> BlockScores:
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
         zeros = q.new_empty((), dtype=torch.float32).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
         return BlockScores(zeros, grid, own_segment(grid, permutation.group))

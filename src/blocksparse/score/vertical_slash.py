@@ -22,7 +22,7 @@ from blocksparse.kernels.score.probe_lines import probe_lines, probe_sums
 from blocksparse.kernels.select.vertical_slash import Lines, crossed, running_count
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
-from blocksparse.score.scorer import BlockMass, Scorer
+from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits
 from blocksparse.spec import AttentionSpec
 
 _Later = Callable[[], Tensor]
@@ -118,11 +118,9 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         kw_only=True,
     )
 
-    keeps_history = True
-
     @property
-    def values_below(self) -> PerHead | None:
-        return self.tau if self.pooled else None
+    def traits(self) -> ScorerTraits:
+        return ScorerTraits(history=True, values_below=self.tau if self.pooled else None)
 
     def __call__(
         self,
@@ -171,7 +169,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             divergence=divergence,
             columns=columns,
             bands=bands,
-            tau=self.values_below,
+            tau=self.tau if self.pooled else None,
         )
 
     def alignment(self, causal: bool) -> int:

@@ -137,7 +137,7 @@ def check_scorer(
     for case in (Case(_N, 1, True), Case(_N, _N // 2, False)):
         if causal in (None, case.causal):
             _check_what_counts(scorer, case, device)
-    if causal is not False and scorer.keeps_history:
+    if causal is not False and scorer.traits.history:
         _check_history(scorer, device)
     if isinstance(scorer, ValueScorer):
         _check_needs_values(scorer, device)
@@ -211,7 +211,7 @@ def _check_history(scorer: Scorer[Any, Any], device: str) -> None:
                 history.rewind(start)
                 k = torch.cat((k[:, :, :start], k[:, :, start:].flip(2)), dim=2)
             chunk, keys = q[:, :, start:end], k[:, :, :end]
-            mine = scorer(chunk, keys, in_place, spec, history)
+            mine = scored(scorer, chunk, keys, None, in_place, spec, history)
             its = scorer(chunk, keys, in_place, spec)
             same = torch.equal(mine.values.where(mine.grid.reachable, 0), its.values.where(its.grid.reachable, 0))
             require(same, "a chunk has other scores with the history than without")

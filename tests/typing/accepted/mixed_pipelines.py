@@ -55,11 +55,39 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
         k: torch.Tensor,
         permutation: bs.Permutation,
         spec: bs.AttentionSpec,
-        history: bs.KeyHistory | None = None,
     ) -> bs.BlockScores:
         grid = bs.Grid.of(q, k, permutation, spec, q_block=16, k_block=16)
         return bs.BlockScores(torch.zeros(1, 1, grid.rows, grid.cols), grid)
 
 
+@attrs.frozen(eq=False)
+class Remembering(AnyOrder):
+    """One that also takes a history, and another selector that says what it takes."""
+
+    traits = bs.ScorerTraits(history=True)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        permutation: bs.Permutation,
+        spec: bs.AttentionSpec,
+        history: bs.KeyHistory | None = None,
+    ) -> bs.BlockScores:
+        return super().__call__(q, k, permutation, spec)
+
+
+@attrs.frozen(eq=False)
+class Own(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A user's selector, which joins another mask itself."""
+
+    traits = bs.SelectorTraits(mask=True)
+
+    def __call__(self, scores: bs.BlockScores, *, mask: bs.BlockMask | None = None) -> bs.BlockMask:
+        kept = bs.TopK(2)(scores)
+        return kept if mask is None else kept | mask
+
+
+bs.Pipeline(PerSegment(), Remembering(), bs.TopK(2) | Own(), bs.ReferenceExecutor())
 bs.Pipeline(PerSegment(), AnyOrder(), bs.TopK(2), bs.ReferenceExecutor())
 bs.Pipeline(bs.SegmentKeySort(), AnyOrder(), bs.Threshold(0.0), bs.TritonExecutor())

@@ -15,7 +15,7 @@ class PerSegment(bs.Permuter[bs.Permutation]):
 
 @attrs.frozen(eq=False)
 class Logits(bs.Scorer[bs.Permutation, bs.BlockScores]):
-    def __call__(self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec, history: bs.KeyHistory | None = None) -> bs.BlockScores:
+    def __call__(self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec) -> bs.BlockScores:
         raise NotImplementedError
 
 
