@@ -29,7 +29,7 @@ from benchmarks.timing import ROUNDS, CannotRunError, attempt, check, check_near
 from blocksparse.hosts.token_layout import placed
 from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.kernels.masks.arguments import KeptBlocks
-from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.layers.reused_mask import MaskCache, ReusedMask
 from blocksparse.tools.bench import repeated
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]
@@ -218,7 +218,7 @@ def dense_step(run: Denoising, device: torch.device) -> float:
 
 
 def loop(pipeline: AnyPipeline, run: Denoising, device: torch.device) -> dict[str, Any]:
-    """Milliseconds per step of a run whose `KeptChoices` choose in the first step, and of attending alone.
+    """Milliseconds per step of a run whose `ReusedMask` is chosen in the first step, and of attending alone.
 
     *old* is the relative L1 distance from dense attention in the last step with the first one's blocks, *fresh*
     with blocks that are chosen there, and *mean* with means of the others as well.
@@ -227,14 +227,14 @@ def loop(pipeline: AnyPipeline, run: Denoising, device: torch.device) -> dict[st
     choice = pipeline.choose(q, k, causal=False)
     keeping, attending = (list[list[float]]() for _ in range(2))
     for _ in range(ROUNDS):
-        choices = KeptChoices(run.steps)
+        cache = MaskCache(run.steps)
+        reused = ReusedMask(pipeline, 0, 0, cache)
         for times in (keeping, attending):
             times.append([])
         for step in range(run.steps):
             q, k, v = run.at(step)
-            choices.begin(step)
-            keep = partial(choices.attend, 0, pipeline, q, k, v, causal=False)
-            keeping[-1] += repeated(keep, 1, device)
+            cache.begin(step)
+            keeping[-1] += repeated(partial(reused, q, k, v, causal=False), 1, device)
             attending[-1] += repeated(partial(pipeline.attend, q, k, v, choice), 1, device)
     step_ms, attend_ms = (statistics.median(map(statistics.fmean, rounds)) for rounds in (keeping, attending))
     rows = some_rows(run.shape.tokens, device)

@@ -12,7 +12,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.four_stages import FourStages, seen, tail_of
 from blocksparse.kernels.masks.grid import Places
-from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.layers.reused_mask import MaskCache, ReusedMask
 from blocksparse.select.selector import Selector
 from blocksparse.testing import make_qkv
 
@@ -129,18 +129,18 @@ def test_padded_prompts_and_those_in_pages() -> None:
     assert ends.remaining == (5, 0)
 
 
-def test_head_groups_and_kept_choices_pass_it_on() -> None:
+def test_head_groups_and_reused_masks_pass_it_on() -> None:
     q, k, v = make_qkv(**SIZES)
     rule = pipeline(RULES["by scores as well"])
     part = q[:, :, :96], k[:, :, :96], v[:, :, :96]
     groups = bs.HeadGroups({(0, 1): rule})
     assert torch.equal(groups(*part, remaining=20), rule(*part, remaining=20))
     assert groups.trace(*part, remaining=20).traces[0, 1].spec.remaining == 20  # type: ignore[union-attr]
-    choices = KeptChoices(every=9)
+    cache = MaskCache(steps=9)
     for step, remaining in enumerate((20, 0, 20)):
-        choices.begin(step)
-        kept = choices.attend(0, rule, *part, remaining=remaining)
-        assert torch.equal(kept.out, rule(*part, remaining=remaining))
+        cache.begin(step)
+        kept = ReusedMask(rule, 0, 0, cache).trace(*part, remaining=remaining)
+        assert torch.equal(kept.output.out, rule(*part, remaining=remaining))
         assert kept.age == (2 if step == 2 else 0)
     choice = rule.choose(*part, remaining=20)
     assert torch.equal(rule.attend(*part, choice).out, rule(*part, remaining=20))

@@ -40,6 +40,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
     mask: MaskT
     output: AttentionOutput
     dense_because: str | None = None  # why the executor attended densely, if it did
+    age: int | None = None  # of a mask that is reused: how many steps ago it was chosen
 
     @cached_property
     def visited(self) -> BlockMask:

@@ -14,7 +14,7 @@ import blocksparse as bs
 from blocksparse.distributed.ranks import Call
 from blocksparse.distributed.scheme import attend_whole
 from blocksparse.inputs import checked
-from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.layers.reused_mask import MaskCache, ReusedMask
 from blocksparse.testing import make_qkv
 
 STRIDE, K = 4, 3
@@ -124,7 +124,7 @@ def test_who_passes_values_and_who_refuses() -> None:
     assert torch.equal(choice.mask.keep, trace.mask.keep)
     assert torch.equal(pipeline.attend(q, k, v, choice).out, want)
     assert torch.equal(pipeline.with_lse(q, k, v).out, want)
-    assert torch.equal(KeptChoices(2).attend(0, pipeline, q, k, v).out, want)
+    assert torch.equal(ReusedMask(pipeline, 0, 0, MaskCache(2))(q, k, v), want)
     spec = checked(q, k, v, {})[3]
     call = Call(spec, with_lse=False, Hq=2, Hkv=1)
     assert torch.equal(attend_whole(pipeline, q, k, lambda: v, call, dense=False).out, want)

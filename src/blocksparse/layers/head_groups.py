@@ -33,12 +33,7 @@ class HeadGroupsTrace:
 
     traces: Mapping[Heads, AnyTrace | None]  # None for a dense group
     output: AttentionOutput
-
-    @property
-    def dense_because(self) -> str | None:
-        """Why the executor of a group attended densely, if none of the groups was sparse."""
-        reasons = [trace.dense_because for trace in self.traces.values() if trace is not None]
-        return next(iter(reasons), None) if all(reasons) else None
+    dense_because: str | None  # why the executor of a group attended densely, if none of the groups was sparse
 
     def density(self) -> Tensor:
         """The work done, as a share of the work of dense attention, `[B, Hq]`; 1 for heads of a dense group."""
@@ -203,6 +198,7 @@ class HeadGroups:
         lse = {heads: output.lse for heads, output in outputs.items() if output.lse is not None}
         visited = {heads: output.visited_lse for heads, output in outputs.items()}
         exact = {heads: each for heads, each in visited.items() if each is not None}
+        reasons = [trace.dense_because for trace in traces.values() if trace is not None]
         has_more = any(output.exact_lse is not None for output in outputs.values())
         return HeadGroupsTrace(
             traces,
@@ -211,6 +207,7 @@ class HeadGroups:
                 put_back(lse, size) if len(lse) == len(outputs) else None,
                 exact_lse=put_back(exact, size) if len(exact) == len(outputs) and has_more else None,
             ),
+            next(iter(reasons), None) if all(reasons) else None,
         )
 
     def _parts(

@@ -12,7 +12,7 @@ from threading import RLock
 from typing import Any, Unpack, final
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.check.validators import Rule, flag, hash_seed, optional, size, whole
@@ -238,11 +238,16 @@ def _was_dense(trace: AnyTrace) -> bool:
 @final
 @frozen(eq=False)
 class AuditedAttention:
-    """The attention of one layer, under an audit. It is called like a `Pipeline`."""
+    """The attention of one layer, under an audit. It is called like a `Pipeline`.
+
+    Args:
+        fallen_back: what traces say as `dense_because` after a fallback. If None, they have the density 1.
+    """
 
     attention: Attention
     layer: int
     audit: Audit
+    fallen_back: str | None = None
     _call: OpaqueCall = field(
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
@@ -265,11 +270,12 @@ class AuditedAttention:
         """Make the same call with the same arguments, and return every value of it."""
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
         if dense:
-            return HeadGroups({tuple(range(k.shape[1])): None}).trace(q, k, v, **asked)
-        trace = self.attention.trace(q, k, v, **asked)
+            trace = HeadGroups({tuple(range(k.shape[1])): None}).trace(q, k, v, **asked)
+            return evolve(trace, dense_because=self.fallen_back)
+        found = self.attention.trace(q, k, v, **asked)
         if audited:
-            self.audit.compare(self.layer, trace)
-        return trace
+            self.audit.compare(self.layer, found)
+        return found
 
 
 def _is_captured(x: Tensor) -> bool:

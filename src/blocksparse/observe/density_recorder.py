@@ -17,6 +17,7 @@ from torch import Tensor
 from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.layers.attention import Attention, LayerTrace
 from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.values import Trace
 
 _COUNTING = Lock()  # several threads may run one model
 
@@ -46,11 +47,17 @@ class DensityRecorder:
         causal: bool = True,
         window: int | None = None,
     ) -> None:
-        """Record a call for the last `q_len` of `k_len` tokens: its density, or why it was dense."""
+        """Record a call for the last `q_len` of `k_len` tokens: its density, or why it was dense.
+
+        Of a mask that is reused its age is recorded too.
+        """
         if trace.dense_because is not None:
             self.saw_dense(layer, trace.dense_because)
-        else:
-            self.saw_sparse(layer, trace.density(), q_len=q_len, k_len=k_len, causal=causal, window=window)
+            return
+        self.saw_sparse(layer, trace.density(), q_len=q_len, k_len=k_len, causal=causal, window=window)
+        if isinstance(trace, Trace) and trace.age is not None:
+            with _COUNTING:
+                self._ages[layer][trace.age] += 1
 
     def saw_sparse(
         self,
@@ -72,11 +79,6 @@ class DensityRecorder:
             self._sparse[layer] += 1
             self._pairs[layer] += pairs
             self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
-
-    def saw_age(self, layer: int, age: int) -> None:
-        """Record how many steps old the choice was that a sparse call attended to."""
-        with _COUNTING:
-            self._ages[layer][age] += 1
 
     def choice_ages(self) -> dict[int, Counter[int]]:
         """Number of sparse calls of each layer by the age of their choice in steps, where choices are kept."""

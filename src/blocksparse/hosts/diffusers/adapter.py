@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from threading import get_ident
 from typing import Any, final
 
@@ -11,10 +12,10 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from blocksparse.hosts.diffusers.families import Arguments, Family
-from blocksparse.hosts.diffusers.layer import Keeping, StepCounter
+from blocksparse.hosts.diffusers.steps import StepCounter
 from blocksparse.hosts.token_layout import TokenLayout, placed
 from blocksparse.layers.attention import Attention
-from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.layers.reused_mask import MaskCache, ReusedMask
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.audit import Audit, AuditedAttention
 from blocksparse.observe.density_recorder import DensityRecorder, RecordedAttention
@@ -22,7 +23,7 @@ from blocksparse.pipeline import Pipeline
 
 _MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
 
-Placed = Mapping[tuple[int | None, int], Attention | Keeping]
+Placed = Mapping[tuple[int | None, int], Attention]
 """What attends, by the key of a pipeline and the number of tokens of text."""
 
 
@@ -67,7 +68,7 @@ class Adapter:
         phases: what attends, from the first step on; at least one.
         dense_steps: the denoising steps in which all attention is dense.
         min_tokens: calls with fewer tokens are dense.
-        choices: keeps what layers chose for several steps; None if each call chooses.
+        cache: keeps the masks of layers for several steps; None if each call chooses.
     """
 
     family: Family
@@ -77,7 +78,7 @@ class Adapter:
     min_tokens: int
     recorder: DensityRecorder | None
     audit: Audit | None = None
-    choices: KeptChoices | None = None
+    cache: MaskCache | None = None
     now: ForwardCall = _NO_CALL
     phase: Phase = field(init=False)  # of the step of the last forward call
     _steps: StepCounter = field(init=False)
@@ -101,14 +102,14 @@ class Adapter:
             raise RuntimeError(
                 "a forward call of this model still runs in another thread; an attached model runs one at a time"
             )
-        if self.dense_steps or self.choices is not None or len(self.phases) > 1:
+        if self.dense_steps or self.cache is not None or len(self.phases) > 1:
             # Per frame or token in some models, which may not all be at one timestep. Exact if they are.
             timestep = float(torch.as_tensor(self.family.timestep(given)).cpu().double().mean())
             prompt = self.family.prompt(given)
             step = self._steps.at(timestep, prompt)
             self.phase = [phase for phase in self.phases if phase.first <= step][-1]
-            if self.choices is not None:
-                self.choices.begin(step, prompt)
+            if self.cache is not None:
+                self.cache.begin(step, prompt)
             if step in self.dense_steps:
                 self.now = ForwardCall(TokenLayout(()), {}, "dense step", get_ident())
                 return
@@ -150,17 +151,22 @@ class Adapter:
                 for text in layout.texts
             }
             self._kept[kept] = {
-                (key, text): self._recorded(once[id(pipeline), text], key)
+                (key, text): self._wrapped(once[id(pipeline), text], key)
                 for key, pipeline in pipelines.items()
                 for text in layout.texts
             }
         return self._kept[kept]
 
-    def _recorded(self, pipeline: LayerPipeline, key: int) -> Attention | Keeping:
-        if self.choices is not None and isinstance(pipeline, Pipeline):
-            return Keeping(pipeline, key, self.phase.choosers[key], self.choices, self.recorder, self.audit)
-        audited = pipeline if self.audit is None else AuditedAttention(pipeline, key, self.audit)
-        return audited if self.recorder is None else RecordedAttention(audited, key, self.recorder)
+    def _wrapped(self, attention: Attention, key: int) -> Attention:
+        """`attention`, whose masks are reused and whose calls are audited and recorded as asked for."""
+        fallen_back = None
+        if self.cache is not None and isinstance(attention, Pipeline):
+            crossings = int if self.audit is None else partial(self.audit.crossed, key)
+            attention = ReusedMask(attention, key, self.phase.choosers[key], self.cache, crossings)
+            fallen_back = "it fell back, as an audit crossed a bound"
+        if self.audit is not None:
+            attention = AuditedAttention(attention, key, self.audit, fallen_back)
+        return attention if self.recorder is None else RecordedAttention(attention, key, self.recorder)
 
     def attend(
         self,

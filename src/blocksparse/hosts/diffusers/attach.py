@@ -18,7 +18,7 @@ from blocksparse.hosts.diffusers.families import FAMILIES, LEFT_OUT, Family
 from blocksparse.hosts.diffusers.family import the_timestep
 from blocksparse.hosts.token_layout import check_orders
 from blocksparse.layers.head_groups import HeadGroups
-from blocksparse.layers.kept_choices import KeptChoices
+from blocksparse.layers.reused_mask import MaskCache
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
 from blocksparse.observe.audit import Audit
 from blocksparse.observe.density_recorder import DensityRecorder
@@ -115,7 +115,7 @@ def attach(
         check_orders(attention)
     adapter = Adapter(
         family, model.config, phases, frozenset(map(int, dense_steps)), int(min_tokens), recorder, audit,
-        KeptChoices(int(choose_every or 1)) if keeps else None,
+        MaskCache(int(choose_every or 1)) if keeps else None,
     )  # fmt: skip
     return Attachment.of(model, _layers(model, names, phases[0].keys, adapter, apart=apart), adapter)
 

@@ -18,7 +18,7 @@ from blocksparse.hosts.transformers.call import layer_of
 from blocksparse.hosts.transformers.layer import LayerAttention, Outcomes
 from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
 from blocksparse.layers.attention import Attention
-from blocksparse.layers.kept_choices import SameChoice, shared
+from blocksparse.layers.reused_mask import ReusedMask, shared
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of, text_config
 from blocksparse.observe.audit import Audit, AuditedAttention
 from blocksparse.observe.density_recorder import DensityRecorder
@@ -79,7 +79,7 @@ def attach(
         layer: LayerAttention(
             attention if attention is None or audit is None else AuditedAttention(attention, layer, audit),
             layer, min_tokens, min_queries, min_window, outcomes,
-            attention.begin if isinstance(attention, SameChoice) else None,
+            attention.begin if isinstance(attention, ReusedMask) else None,
         )
         for layer, attention in _layers_of(schedule, model).items()
     }  # fmt: skip
