@@ -23,25 +23,17 @@ from blocksparse.pipeline import Pipeline
 
 _MAX_LAYOUTS = 32  # sizes of pictures and lengths of text for which pipelines are kept
 
-Placed = Mapping[tuple[int | None, int], Attention]
-"""What attends, by the key of a pipeline and the number of tokens of text."""
+Placed = Mapping[tuple[int, int], Attention]
+"""What attends, by the layer and the number of tokens of text."""
 
 
 @final
 @frozen(eq=False)
-class Phase:
-    """The pipelines of all layers from a denoising step on.
-
-    Args:
-        first: the step.
-        pipelines: every pipeline by a key, which is its layer if calls are recorded.
-        keys: the key of each layer, None for a dense one.
-        choosers: the layer that chooses for each layer.
-    """
+class StepSchedule:
+    """The pipeline of each layer from the denoising step `first` on, and the layer that chooses its blocks."""
 
     first: int
-    pipelines: Mapping[int, LayerPipeline]
-    keys: tuple[int | None, ...]
+    layers: tuple[LayerPipeline | None, ...]
     choosers: tuple[int, ...]
 
 
@@ -65,7 +57,7 @@ class Adapter:
     """The state of an attached model: what attends in each layer, and the forward call that runs now, if one does.
 
     Args:
-        phases: what attends, from the first step on; at least one.
+        schedules: what attends, in the order of steps, from the first one on.
         dense_steps: the denoising steps in which all attention is dense.
         min_tokens: calls with fewer tokens are dense.
         cache: keeps the masks of layers for several steps; None if each call chooses.
@@ -73,19 +65,19 @@ class Adapter:
 
     family: Family
     config: Any
-    phases: tuple[Phase, ...]
+    schedules: tuple[StepSchedule, ...]
     dense_steps: frozenset[int]
     min_tokens: int
     recorder: DensityRecorder | None
     audit: Audit | None = None
     cache: MaskCache | None = None
     now: ForwardCall = _NO_CALL
-    phase: Phase = field(init=False)  # of the step of the last forward call
+    schedule: StepSchedule = field(init=False)  # of the step of the last forward call
     _steps: StepCounter = field(init=False)
     _kept: dict[Any, Placed] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self.phase = self.phases[0]
+        self.schedule = self.schedules[0]
         self._steps = StepCounter(self.family.rising)
 
     def begin(self, given: Arguments, *, trains: str | None = None) -> None:
@@ -102,12 +94,12 @@ class Adapter:
             raise RuntimeError(
                 "a forward call of this model still runs in another thread; an attached model runs one at a time"
             )
-        if self.dense_steps or self.cache is not None or len(self.phases) > 1:
+        if self.dense_steps or self.cache is not None or len(self.schedules) > 1:
             # Per frame or token in some models, which may not all be at one timestep. Exact if they are.
             timestep = float(torch.as_tensor(self.family.timestep(given)).cpu().double().mean())
             prompt = self.family.prompt(given)
             step = self._steps.at(timestep, prompt)
-            self.phase = [phase for phase in self.phases if phase.first <= step][-1]
+            self.schedule = [each for each in self.schedules if each.first <= step][-1]
             if self.cache is not None:
                 self.cache.begin(step, prompt)
             if step in self.dense_steps:
@@ -139,34 +131,33 @@ class Adapter:
         return self.now.thread not in (None, get_ident())
 
     def _placed(self, layout: TokenLayout, device: torch.device) -> Placed:
-        kept = layout.grids, layout.texts, device, self.phase.first
+        kept = layout.grids, layout.texts, device, self.schedule.first
         if kept not in self._kept:
             while len(self._kept) >= _MAX_LAYOUTS:
                 self._kept.pop(next(iter(self._kept)))
-            pipelines = self.phase.pipelines
-            different = {id(pipeline): pipeline for pipeline in pipelines.values()}
+            layers = [(i, attention) for i, attention in enumerate(self.schedule.layers) if attention is not None]
             once = {
-                (same, text): placed(pipeline, layout.grids, text, device)
-                for same, pipeline in different.items()
+                (same, text): placed(attention, layout.grids, text, device)
+                for same, attention in {id(attention): attention for _, attention in layers}.items()
                 for text in layout.texts
             }
             self._kept[kept] = {
-                (key, text): self._wrapped(once[id(pipeline), text], key)
-                for key, pipeline in pipelines.items()
+                (layer, text): self._wrapped(once[id(attention), text], layer)
+                for layer, attention in layers
                 for text in layout.texts
             }
         return self._kept[kept]
 
-    def _wrapped(self, attention: Attention, key: int) -> Attention:
+    def _wrapped(self, attention: Attention, layer: int) -> Attention:
         """`attention`, whose masks are reused and whose calls are audited and recorded as asked for."""
         fallen_back = None
         if self.cache is not None and isinstance(attention, Pipeline):
-            crossings = int if self.audit is None else partial(self.audit.crossed, key)
-            attention = ReusedMask(attention, key, self.phase.choosers[key], self.cache, crossings)
+            crossings = int if self.audit is None else partial(self.audit.crossed, layer)
+            attention = ReusedMask(attention, layer, self.schedule.choosers[layer], self.cache, crossings)
             fallen_back = "it fell back, as an audit crossed a bound"
         if self.audit is not None:
-            attention = AuditedAttention(attention, key, self.audit, fallen_back)
-        return attention if self.recorder is None else RecordedAttention(attention, key, self.recorder)
+            attention = AuditedAttention(attention, layer, self.audit, fallen_back)
+        return attention if self.recorder is None else RecordedAttention(attention, layer, self.recorder)
 
     def attend(
         self,
@@ -192,11 +183,11 @@ class Adapter:
         if reason := self._dense_because(layer, q, k, v, attn_mask, dropout_p, is_causal):
             self.saw_dense(layer, reason)
             return dense()
-        layout, by_text, key = self.now.layout, self.now.placed, self.phase.keys[layer]
+        layout, here = self.now.layout, self.now.placed
 
         def attend(text: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-            pipeline = by_text[key, text]
-            return lambda q, k, v: pipeline(q, k, v, causal=False, scale=scale)
+            attention = here[layer, text]
+            return lambda q, k, v: attention(q, k, v, causal=False, scale=scale)
 
         if ranks > 1:
             q, k, v = (layout.gathered(x, ranks) for x in (q, k, v))
@@ -226,7 +217,7 @@ class Adapter:
 
     def _dense_anyway(self, layer: int) -> str | None:
         """The reason for dense attention that does not depend on the tensors, or None."""
-        return "no pipeline for this layer" if self.phase.keys[layer] is None else self.now.dense
+        return "no pipeline for this layer" if self.schedule.layers[layer] is None else self.now.dense
 
     def _dense_because(
         self,

@@ -11,7 +11,7 @@ from diffusers import ModelMixin
 from torch import nn
 
 from blocksparse.check.validators import a, count, is_whole, optional, shown, size
-from blocksparse.hosts.diffusers.adapter import Adapter, Phase, layer_names
+from blocksparse.hosts.diffusers.adapter import Adapter, StepSchedule, layer_names
 from blocksparse.hosts.diffusers.attachment import Attachment, Layer
 from blocksparse.hosts.diffusers.backend import BACKEND, OWN, REDIRECT, Backend, Redirect, stand_in
 from blocksparse.hosts.diffusers.families import FAMILIES, LEFT_OUT, Family
@@ -107,17 +107,20 @@ def attach(
         )
     keeps = choose_every is not None or any(each.same_choice for each in schedules.values())
     apart = recorder is not None or audit is not None or keeps or len(schedules) > 1
-    phases = tuple(_phase(first, schedules[first], len(names), apart=apart) for first in sorted(schedules))
-    attentions = [attention for phase in phases for attention in phase.pipelines.values()]
+    by_first = tuple(
+        StepSchedule(first, schedule.resolve(len(names)), schedule.choosers(len(names)))
+        for first, schedule in sorted(schedules.items(), key=lambda each: each[0])
+    )
+    attentions = [attention for each in by_first for attention in each.layers if attention is not None]
     if choose_every and any(isinstance(attention, HeadGroups) for attention in attentions):
         raise ValueError("'choose_every' keeps what pipelines choose, and HeadGroups are several: leave it out")
     for attention in attentions:
         check_orders(attention)
     adapter = Adapter(
-        family, model.config, phases, frozenset(map(int, dense_steps)), int(min_tokens), recorder, audit,
+        family, model.config, by_first, frozenset(map(int, dense_steps)), int(min_tokens), recorder, audit,
         MaskCache(int(choose_every or 1)) if keeps else None,
     )  # fmt: skip
-    return Attachment.of(model, _layers(model, names, phases[0].keys, adapter, apart=apart), adapter)
+    return Attachment.of(model, _layers(model, names, by_first[0].layers, adapter, apart=apart), adapter)
 
 
 def _by_step(by_step: object) -> dict[int, Schedule]:
@@ -131,29 +134,13 @@ def _by_step(by_step: object) -> dict[int, Schedule]:
     return {int(step): schedule_of(attention) for step, attention in by_step.items()}
 
 
-def _phase(first: int, schedule: Schedule, layers: int, *, apart: bool) -> Phase:
-    """The phase of a schedule from the step `first` on.
-
-    Raises:
-        ValueError: the schedule names a layer that the model does not have.
-    """
-    by_layer = schedule.resolve(layers)
-    keys = tuple(_key(layer, by_layer, apart=apart) for layer in range(layers))
-    pipelines = {
-        key: attention for key, attention in zip(keys, by_layer, strict=True) if key is not None and attention
-    }
-    return Phase(first, pipelines, keys, schedule.choosers(layers))
-
-
-def _key(layer: int, by_layer: Sequence[LayerPipeline | None], *, apart: bool) -> int | None:
-    """The first layer that has the same pipeline, or if told apart the layer itself; None if it is dense."""
-    if by_layer[layer] is None:
-        return None
-    return layer if apart else next(i for i, other in enumerate(by_layer) if other is by_layer[layer])
-
-
 def _layers(
-    model: nn.Module, names: Sequence[Sequence[str]], keys: Sequence[int | None], adapter: Adapter, *, apart: bool
+    model: nn.Module,
+    names: Sequence[Sequence[str]],
+    attentions: Sequence[LayerPipeline | None],
+    adapter: Adapter,
+    *,
+    apart: bool,
 ) -> tuple[Layer, ...]:
     """Every attention module over pictures, with the processor that stands in for its own.
 
@@ -168,9 +155,9 @@ def _layers(
             raise ValueError(f"{name} of {type(model).__name__} has no attention processor")
         if hasattr(own, OWN):
             raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
-        # What layers share is compiled once.
+        # What layers share is compiled once. One pipeline in several layers is one object.
         asks = hasattr(own, BACKEND) and not adapter.family.redirected
-        route = layer if apart else keys[layer], getattr(own, BACKEND) if asks else REDIRECT
+        route = layer if apart else id(attentions[layer]), getattr(own, BACKEND) if asks else REDIRECT
         if route not in routes and not asks:
             routes[route] = Redirect(layer, adapter)
         elif route not in routes:
