@@ -12,7 +12,7 @@ from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.testing import make_qkv
 from tests.specs import asked
@@ -179,7 +179,7 @@ def test_what_a_selector_offers_changes_no_mask(rule: Any, causal: bool) -> None
         other = bs.TopK(2)(scores).refine(scores.grid.q_block // alone.grid.q_block)
         assert torch.equal(rule(scores, mask=other).keep, (alone | other).keep)
     if rule.traits.heads:
-        heads = Below(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64))
+        heads = HeadMask(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64))
         assert torch.equal(rule(scores, heads=heads).keep[:, 1:3], alone.keep[:, 1:3])
         assert torch.equal(rule(scores, heads=heads.rest()).keep[:, ::3], alone.keep[:, ::3])
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from blocksparse.check.per_head import PerHead, at_least_0, maybe_per_head, over_blocks, written
 from blocksparse.check.validators import block_size, flag, maybe_whole, optional, size, whole
 from blocksparse.grid import Grid
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.gemm.products import block_products, products, run_sums, wide_dtype
 from blocksparse.kernels.score.block_mean import block_mean, block_means
 from blocksparse.kernels.score.block_softmax import block_divergence, block_softmax
@@ -154,7 +154,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             heads = None
             if self.tau is not None:
                 divergence = probe.divergence(columns)
-                heads = Below(divergence, over_blocks(self.tau, divergence))
+                heads = HeadMask(divergence, over_blocks(self.tau, divergence))
             if queries is None:
                 queries = block_mean(q, self.block, lead=grid.q_lead, index=permutation.q_index, heads=heads)
             logits = block_products(queries, keys, grid, heads=heads)

@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from blocksparse.check.per_head import PerHead, least, number_or_blocks, over_blocks, per_head, positive, share
 from blocksparse.check.validators import flag
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.masks.grid import NOWHERE, Places
 from blocksparse.kernels.select.global_top_cdf import global_top_cdf
 from blocksparse.kernels.select.top_cdf import row_share, top_cdf
@@ -88,7 +88,7 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
 
     traits = SelectorTraits(heads=True)
 
-    def __call__(self, scores: BlockMass, *, heads: Below | None = None) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, heads: HeadMask | None = None) -> BlockMask:
         mass = over_blocks(self.mass, scores.values)
         keep = global_top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing, heads=heads)
         return BlockMask(keep, scores.grid)

@@ -18,7 +18,7 @@ from torch import Tensor
 from blocksparse.check.class_line import Stage, of_parts, parts_of
 from blocksparse.check.validators import a
 from blocksparse.grid import Grid
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.masks.grid import NOWHERE, Places
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.score.scorer import BlockScores
@@ -35,7 +35,7 @@ class SelectorTraits:
     """What a selector can do besides selecting. With the defaults it is right, and only slower.
 
     Args:
-        heads: its `__call__` takes `heads` too, a `Below`: the heads that need a mask. Entries of others may be
+        heads: its `__call__` takes `heads` too, a `HeadMask`: the heads that need a mask. Entries of others may be
             anything.
         always: it takes `always` too, `Places`: further blocks to keep for their position, in the same launch.
         mask: it takes `mask` too, a `BlockMask`: further blocks to keep, those of another selector.
@@ -135,7 +135,7 @@ class Union(Combination[ScoresT_contra, BlockMask]):
     def __repr__(self) -> str:
         return f"({self.first!r} | {self.second!r})"
 
-    def __call__(self, scores: ScoresT_contra, *, heads: Below | None = None) -> BlockMask:
+    def __call__(self, scores: ScoresT_contra, *, heads: HeadMask | None = None) -> BlockMask:
         first, second = self.first, self.second
         if isinstance(second, PositionSelector) and first.traits.always:
             always, others = second.parts()

@@ -26,7 +26,7 @@ from blocksparse.check.per_head import (
     written,
 )
 from blocksparse.check.validators import a, count, flag, maybe_whole, optional, size, whole
-from blocksparse.kernels.common.sizes import FAR, Below, cdiv
+from blocksparse.kernels.common.sizes import FAR, HeadMask, cdiv
 from blocksparse.kernels.gemm.products import run_sums
 from blocksparse.kernels.masks.grid import Places
 from blocksparse.kernels.masks.reach import within_reach
@@ -191,7 +191,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
     traits = SelectorTraits(heads=True, mask=True, reads_values=False)
 
     def __call__(
-        self, scores: VerticalSlashScores, *, heads: Below | None = None, mask: BlockMask | None = None
+        self, scores: VerticalSlashScores, *, heads: HeadMask | None = None, mask: BlockMask | None = None
     ) -> BlockMask:
         grid, mass = scores.grid, over_blocks(self.mass, scores.values)[..., 0]
         if self.released:
@@ -206,7 +206,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         return least(self.mass) >= 1 or self.min_budget >= N
 
     def _covering(
-        self, scores: VerticalSlashScores, mass: Tensor, heads: Below | None, also: Tensor | None = None
+        self, scores: VerticalSlashScores, mass: Tensor, heads: HeadMask | None, also: Tensor | None = None
     ) -> Tensor:
         block = scores.grid.k_block
         columns, bands = fewest(scores.mass_of_columns(), scores.mass_of_bands(), mass, *self._blocks(block))
@@ -274,7 +274,7 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
                 f"the scorer's 'tau' is {scores.tau!r}, so that it left out heads which this rule, whose 'tau' is "
                 f"{self.tau!r}, may ask for; give both the same"
             )
-        heads = Below(scores.divergence, over_blocks(self.tau, scores.values))
+        heads = HeadMask(scores.divergence, over_blocks(self.tau, scores.values))
         similar = select(self.similar, scores, heads=heads).keep
         otherwise = select(self.otherwise, scores, heads=heads.rest()).keep
         for keep in (similar, otherwise):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.select.global_top_cdf import global_top_cdf
 from tests.kernels.block_grids import heads_of, make_grid
 from tests.kernels.select.test_top_cdf import a_mass, generator, targets
@@ -86,7 +86,7 @@ def test_heads_that_nobody_asks_for(device: str, monkeypatch: pytest.MonkeyPatch
     want = global_top_cdf.reference(values, None, targets(0.6, device), grid, crossing=True)
     monkeypatch.setattr(torch, "empty", torch.zeros)
     got = kernels.global_top_cdf_triton(
-        values, None, targets(0.6, device), grid, crossing=True, heads=Below(number, bound)
+        values, None, targets(0.6, device), grid, crossing=True, heads=HeadMask(number, bound)
     )
     assert torch.equal(got[asked], want[asked])
     assert not bool(got[~asked].any())

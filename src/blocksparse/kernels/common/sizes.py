@@ -119,14 +119,14 @@ def for_bulk_copies(x: Tensor) -> Tensor:
     return x if copies_in_bulk(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-class Below(NamedTuple):
+class HeadMask(NamedTuple):
     """The heads whose number is below a bound, or with `others` the heads where it is not; a NaN is not."""
 
     number: Tensor  # [B, H]
     bound: Tensor  # [1, H|1, 1, 1] float64
     others: bool = False
 
-    def rest(self) -> Below:
+    def rest(self) -> HeadMask:
         """The heads that these are not."""
         return self._replace(others=not self.others)
 

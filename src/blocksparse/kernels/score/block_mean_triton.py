@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import alike, asked, head_at, not_asked
-from blocksparse.kernels.common.sizes import Below, cdiv, empty_together, power_of_2
+from blocksparse.kernels.common.sizes import HeadMask, cdiv, empty_together, power_of_2
 from blocksparse.launch.launches import remembered
 
 _TILE = 1024  # entries that a program holds at a time: it is one warp, and many of them share a multiprocessor
@@ -21,7 +21,7 @@ def block_mean_triton(
     lead: int = 0,
     padded_tail: bool = False,
     index: Tensor | None = None,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> Tensor:
     """Launch the kernel; arguments as in `block_mean`."""
     return _launch(x, block, lead % block, index, None, padded_tail=padded_tail, similarity=False, heads=heads)
@@ -82,7 +82,7 @@ def _launch(
     *,
     padded_tail: bool,
     similarity: bool,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> Tensor:
     B, Hx, N, D = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.masks.grid import BlockGrid
 
 
@@ -37,7 +37,7 @@ def block_softmax(
     *,
     scale: float = 1.0,
     segment: int | None = None,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax of `logits` `[B, H, rows, cols]` over each row's reachable blocks; it may overwrite the logits.
 

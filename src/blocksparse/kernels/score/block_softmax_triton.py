@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import asked, head_strides, not_asked
-from blocksparse.kernels.common.sizes import FAR, Below, cdiv, power_of_2
+from blocksparse.kernels.common.sizes import FAR, HeadMask, cdiv, power_of_2
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.masks.grid_triton import (
     load_positions,
@@ -39,7 +39,7 @@ def block_softmax_triton(
     *,
     scale: float = 1.0,
     segment: int | None = None,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel; arguments as in `block_softmax`."""
     segment = None if segment is None else min(segment, FAR)
@@ -78,7 +78,7 @@ def _launch(
     *,
     causal: bool,
     window: int | None = None,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> Tensor:
     logits = logits.contiguous()
     B, H, rows, cols = logits.shape

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.compiled import steps
-from blocksparse.kernels.common.sizes import Below, cdiv
+from blocksparse.kernels.common.sizes import HeadMask, cdiv
 from blocksparse.kernels.score.cpu_scores import TYPES, Team, Tokens, make
 
 
@@ -72,7 +72,7 @@ def block_mean_on_cpu(
     lead: int = 0,
     padded_tail: bool = False,
     index: Tensor | None = None,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> Tensor:
     """`block_mean` by the CPU kernel, fp32."""
     return _means(x, block, lead, padded_tail, index)[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.select.top_cdf import running_share
 
@@ -26,7 +26,7 @@ def global_top_cdf(
     grid: BlockGrid,
     *,
     crossing: bool,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import asked, head_strides, not_asked
-from blocksparse.kernels.common.sizes import Below, cdiv
+from blocksparse.kernels.common.sizes import HeadMask, cdiv
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.masks.grid_triton import (
     any_of,
@@ -45,7 +45,7 @@ def global_top_cdf_triton(
     grid: BlockGrid,
     *,
     crossing: bool,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> Tensor:
     """Launch the kernels; arguments as in `global_top_cdf`."""
     B, H, rows, cols = values.shape

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.select.top_cdf import MAX_COLS
 
@@ -93,6 +93,6 @@ def visiting_order(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Ten
 
 
 @on_gpus(torch.float32, of=lambda heads, *_: heads.number)
-def routed(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
+def routed(heads: HeadMask, below: Tensor, otherwise: Tensor) -> Tensor:
     """`[B, H, rows, cols]` bool: `below` in those heads, in others `otherwise`; both `[B, H, rows, cols]` bool."""
     return torch.where(heads.these(), below, otherwise)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import head_strides
-from blocksparse.kernels.common.sizes import Below, cdiv, power_of_2
+from blocksparse.kernels.common.sizes import HeadMask, cdiv, power_of_2
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.masks.grid_triton import (
     any_of,
@@ -259,7 +259,7 @@ def _visiting_order_kernel(
 _TILE = 4096  # blocks per program
 
 
-def routed_triton(heads: Below, below: Tensor, otherwise: Tensor) -> Tensor:
+def routed_triton(heads: HeadMask, below: Tensor, otherwise: Tensor) -> Tensor:
     """Launch the kernel; arguments as in `routed`."""
     (number, bound, others), (B, H, rows, cols) = heads, below.shape
     if others:

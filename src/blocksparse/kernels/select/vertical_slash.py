@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import FAR, Below
+from blocksparse.kernels.common.sizes import FAR, HeadMask
 from blocksparse.kernels.masks.grid import BlockGrid, Places
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.select.top_cdf import running_share
@@ -56,7 +56,7 @@ def line_blocks(
     whole: Tensor | None = None,
     first: int | None = None,
     also: Tensor | None = None,
-    heads: Below | None = None,
+    heads: HeadMask | None = None,
 ) -> Tensor:
     """The blocks that chosen lines cross, and the diagonal, as far as queries can see: `[B, Hq, rows, cols]` bool.
 

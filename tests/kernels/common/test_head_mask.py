@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.common.sizes import Below
+from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.score.block_softmax import block_softmax
 from blocksparse.kernels.select.vertical_slash import Lines, running_count
 from tests.kernels.block_grids import heads_of, make_grid
@@ -19,13 +19,13 @@ from blocksparse.kernels.score.block_softmax_triton import block_softmax_triton
 from blocksparse.kernels.select.vertical_slash_triton import line_blocks_triton
 
 
-def some(grid: bs.Grid, device: str, *, others: bool, per_head: bool = True) -> Below:
+def some(grid: bs.Grid, device: str, *, others: bool, per_head: bool = True) -> HeadMask:
     """Of three heads the second, which has a NaN, is not below; in the last batch entry none is."""
     B, Hq, *_ = heads_of(grid)
     number = torch.tensor([0.1, float("nan"), 0.3], device=device).repeat(B, 1)[:, :Hq]
     number[-1] += 5.0 * (B > 1)
     bound = torch.tensor([0.2, 1.0, 0.5] if per_head else [0.4], dtype=torch.float64, device=device)
-    return Below(number, bound.view(1, -1, 1, 1), others)
+    return HeadMask(number, bound.view(1, -1, 1, 1), others)
 
 
 @pytest.mark.parametrize("others", [False, True])
