@@ -175,6 +175,9 @@ def test_methods_are_written_as_in_python(text: str, expected: object) -> None:
         ("pbs_attn(x)", "must be one of"),
         ("__import__('os').getcwd()", "must be one of"),
         ("pbs_attn(2)", "'--preset' pbs_attn(2): 'mass' must be"),
+        ("auto(quality='fast', quality='careful')", "'--preset' must give each argument once: auto("),
+        ("pbs_attn({[]: 0.9})", "must be one of"),
+        pytest.param(f"pbs_attn({'-' * 10**5}1)", "must be one of", id="deep"),
         ("pbs_attn(blocks=64)", "'--preset' pbs_attn(blocks=64): pbs_attn() got an unexpected keyword argument"),
     ],
 )

@@ -65,7 +65,7 @@ def written(text: str) -> AnyPipeline:
             rules.insert(0, first.right)
             first = first.left
         preset, also = _call(first, every_preset), [_call(rule, _RULES) for rule in rules]
-    except (SyntaxError, ValueError, KeyError):
+    except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):  # the last two if too deep
         raise UserError(
             f"'--preset' must be one of {', '.join(every_preset)}, plain or with numbers as in "
             f"'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': {text}"
@@ -83,4 +83,6 @@ def _call(text: ast.expr, known: Mapping[str, Callable[..., Any]]) -> Callable[[
     )
     values = [ast.literal_eval(argument) for argument in arguments]
     named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+    if len(named) < len(keywords):  # `ast.parse` takes it, and Python does not
+        raise UserError(f"'--preset' must give each argument once: {ast.unparse(text)}")
     return partial(known[ast.unparse(name)], *values, **named)
