@@ -37,7 +37,7 @@ from blocksparse import (
     Ranked,
     TritonExecutor,
 )
-from blocksparse.check.per_head import read
+from blocksparse.check.per_head import read, read_changed_again
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
@@ -201,6 +201,18 @@ def test_attaching_again_reads_sinks_again(change: Callable[[Tensor], None]) -> 
     assert read(sinks).numbers == before != tuple(sinks.tolist())
     with attached(model, DensityRecorder()):
         assert read(sinks).numbers == tuple(sinks.tolist())
+
+
+@pytest.mark.parametrize("change", [_write_data, _write_unseen])
+def test_sinks_of_a_served_model_are_read_again_if_they_change(change: Callable[[Tensor], None]) -> None:
+    """A server loads new weights into the same memory, and has nothing to attach again."""
+    changed, same = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([1.0, 4.0])
+    never_read = torch.ones(3)
+    before = read(changed), read(same)
+    change(changed)
+    read_changed_again([changed, same, never_read])
+    assert read(changed).numbers == tuple(changed.tolist()) != before[0].numbers
+    assert read(same) is before[1]
 
 
 def test_what_cannot_be_read_is_left_to_the_model() -> None:

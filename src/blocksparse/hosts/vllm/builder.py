@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
+from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu_worker import Worker
 
+from blocksparse.check.per_head import read_changed_again
 from blocksparse.hosts.serving.metrics import Counters
 from blocksparse.hosts.serving.runs import Runs
 from blocksparse.hosts.serving.worth import Kinds
@@ -35,6 +37,7 @@ class SplitBatches:
     _kinds: Kinds | None = None  # None is the native backend alone
     _recorder: DensityRecorder | None = None
     _counters: Counters | None = None
+    _sinks: Sequence[Tensor] = ()  # of the sparse layers
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **more: Any
@@ -61,6 +64,8 @@ class SplitBatches:
         for impl in sparse:
             assert impl.attention is not None
             impl.kind = self._kinds.index(impl.attention.pipeline)
+        given = (impl.attention.sinks for impl in sparse if impl.attention is not None)
+        self._sinks = [sinks for sinks in given if sinks is not None]
         # Of their own, because builders keep buffers that the next batch overwrites.
         self._of_rest = [
             self.stock(kv_cache_spec, layer_names, vllm_config, device, **more) for _ in self._kinds.pipelines
@@ -92,6 +97,9 @@ class SplitBatches:
             or self._recorder is not None
         ):
             batches = self._batches(common_attn_metadata, kinds)
+            if any(batch.prefills is not None for batch in batches):
+                # vLLM loads new weights into the same memory, of which no tensor's version tells.
+                read_changed_again(self._sinks)
             if self._recorder is not None or any(batch.prefills is not None for batch in batches):
                 metadata.blocksparse = batches
         return metadata
