@@ -16,7 +16,7 @@ from blocksparse.testing import make_qkv
 
 
 @final
-@frozen(eq=False)
+@frozen
 class TopRoot(bs.Selector[bs.BlockScores, bs.BlockMask]):
     """Keep the best `gain * sqrt(n)` of a row's `n` reachable blocks, forced ones, and the diagonal."""
 

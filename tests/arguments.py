@@ -5,6 +5,7 @@ An argument of a stage says in its error what it must be, and `RULES` has the ki
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 import blocksparse as bs
-from blocksparse.testing import make_qkv
+from blocksparse.testing import every_preset, make_qkv, video_presets
 from tests import stages
 
 nan, inf, far = float("nan"), float("inf"), 10**400
@@ -154,22 +155,21 @@ RULES = {
 }
 
 
-def of_stage(example: Any) -> tuple[type, dict[str, Any], str]:
-    """A stage's class as a target: arguments of an example, and kinds by the rules that their errors name."""
-    cls, kinds = type(example), []
-    given = {each.alias: getattr(example, each.name) for each in attrs.fields(cls) if each.init}
-    for name in given:
+def kinds_of(target: Callable[..., Any], given: dict[str, Any]) -> str:
+    """The kind of each argument, by the rule that an error names; "?" where None means something."""
+    kinds = []
+    for name, argument in inspect.signature(target).parameters.items():
         try:
-            cls(**{**given, name: object()})
+            target(**{**given, name: object()})
         except (TypeError, ValueError) as error:
             says = re.match(rf"'{name}' must be (.+?)(, or None)?: <object object", str(error))
             if says and (kind := "option" if says[1].startswith("'") else RULES.get(says[1])):
-                kinds.append(f"{name}={kind}{'?' if says[2] else ''}")
-    return cls, given, " ".join(kinds)
+                takes_none = says[2] or re.search("None|Optional", str(argument.annotation))
+                kinds.append(f"{name}={kind}{'?' if takes_none else ''}")
+    return " ".join(kinds)
 
 
-# A target, what it must be given, and the kind of each argument; "?" where None says something. Stages whose
-# errors name rules are added at the end.
+# A target, what it must be given, and the kind of each argument, where errors do not name a rule.
 TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         bs.GivenOrder,
@@ -206,98 +206,21 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (bs.HeadGroups.dense_where, {"dense": [False], "pipeline": PIPELINE}, "dense=flags pipeline=pipeline"),
     (bs.Schedule, {"default": None}, "default=attention? layers=layers dense=dense same_choice=sharing"),
     (bs.Schedule(None).resolve, {"layers": 4}, "layers=size"),
-    (bs.auto, {}, "quality=option block=block order=permuter? executor=executor?"),
-    (
-        bs.pbs_attn,
-        {},
-        "mass=share block=block S=size per_query_head=flag as_released=flag executor=executor?",
-    ),
-    (
-        bs.pbs_attn_plus,
-        {},
-        "mass=share stride=block block=block S=size per_query_head=flag executor=executor?",
-    ),
-    (bs.mean_pooling, {}, "mass=share block=block as_released=flag executor=executor?"),
-    (
-        bs.xattention,
-        {},
-        "mass=share stride=block block=block pattern=option as_released=flag executor=executor?",
-    ),
-    (
-        bs.bfla,
-        {},
-        "mass=share block=block g=block tile=block n_local=count? n_local_tiles=count? sink=size eta=size? "
-        "rho=probability? seed=seed per_token=flag coarse_rescue=flag as_released=flag executor=executor?",
-    ),
-    (
-        bs.s2o,
-        {},
-        "tau=at_least_0? S=block block=block prefix=size? coarse=flag per_query_head=flag order_queries=flag "
-        "band=count executor=executor?",
-    ),
-    (
-        bs.sparge,
-        {},
-        "mass=share? theta=cosine? share=share? block=block k_block=block? attention_sink=flag smooth_k=flag? "
-        "order=permuter? as_released=flag executor=executor?",
-    ),
-    (
-        bs.flex_prefill,
-        {},
-        "mass=share tau=at_least_0 block=block min_budget=count max_budget=size? as_released=flag "
-        "executor=executor?",
-    ),
-    (
-        bs.minference,
-        {},
-        "vertical=budget slash=budget sink=count recent=count block=block probe=size? as_released=flag "
-        "executor=executor?",
-    ),
-    (bs.a_shape, {}, "sink=size local=size block=block executor=executor?"),
-    (bs.tri_shape, {}, "sink=size local=size last=size block=block executor=executor?"),
-    (
-        bs.flash_prefill,
-        {},
-        "alpha=share block=block sink=size window=size last=size? remainder=flag executor=executor?",
-    ),
-    (bs.prism, {}, "mass=share block=block fast=band slow=band temperature=above_0? executor=executor?"),
-    (
-        bs.stem,
-        {},
-        "decay=part k=size? weight=from_0 lengths=lengths? stride=block block=block sink=size window=size "
-        "executor=executor?",
-    ),
-    (bs.skip_softmax, {}, "scale_factor=above_0? block=block executor=executor?"),
-    (bs.subblock, {}, "share=share cell=block block=block order=permuter? executor=executor?"),
-    (bs.dfs_attn, {}, "share=share cell=block block=block order=permuter? executor=executor?"),
-    (bs.sol_attn, {}, "tau=finite block=block variance=option text=count remainder=flag executor=executor?"),
-    (bs.radial, {}, "grid=three? decay=above_0 block=block prefix=count executor=executor?"),
-    (
-        bs.nabla,
-        {},
-        "mass=share grid=three? radius=three_from_0 tile=three block=block prefix=count executor=executor?",
-    ),
-    (
-        bs.lva,
-        {"period": 2, "radius": 1},
-        "grid=three? period=size radius=count first=count step=count block=block prefix=count executor=executor?",
-    ),
-    (
-        bs.svg2,
-        {},
-        "mass=share least=share q_clusters=size k_clusters=size iterations=size block=block prefix=count "
-        "suffix=count executor=executor?",
-    ),
-    (
-        bs.triangle_mix,
-        {"starting_layer": 1},
-        "starting_layer=count sink=size local=size last=size block=block executor=executor?",
-    ),
     (
         make_qkv,
         {"N": 5, "D": 4},
         "B=size Hq=size Hkv=size M=size? N=size D=size Dv=size? dtype=dtype device=device seed=seed",
     ),
 ]
-BY_HAND = {target for target, _, _ in TARGETS}
-TARGETS += [of_stage(example) for cls, example in stages.BY_CLASS.items() if cls not in BY_HAND]
+# Presets, and stages with the arguments of their examples.
+OTHERS: dict[Callable[..., Any], dict[str, Any]] = {
+    **{preset: {} for preset in (*every_preset.values(), *video_presets.values())},
+    bs.lva: {"period": 2, "radius": 1},
+    bs.triangle_mix: {"starting_layer": 1},
+    **{
+        cls: {each.alias: getattr(example, each.name) for each in attrs.fields(cls) if each.init}
+        for cls, example in stages.BY_CLASS.items()
+        if cls is not bs.GivenOrder
+    },
+}
+TARGETS += [(target, given, kinds_of(target, given)) for target, given in OTHERS.items()]

@@ -54,8 +54,8 @@ INLINE = re.compile(r"(?<!`)`(?P<command>[^`\n]+)`(?!`)")
 EXTRA = re.compile(r"pip install [^\n`]*?\.?\[(?P<extra>\w+)\]")
 OPTION = re.compile(r"""['=](?P<option>\{"blocksparse": .*?\})['\n|,]""")  # of an engine, in a shell or in Python
 REFERENCE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
-# Of stages: each stands for what the package exports from it and no line names.
-FOLDERS = ("blocksparse.order", "blocksparse.score", "blocksparse.select", "blocksparse.execute")
+# Each stands for what the package exports from it and no line names.
+FOLDERS = tuple(f"blocksparse.{folder}" for folder in ("order", "score", "select", "execute", "presets"))
 REFERENCE_OPTIONS = re.compile(r"(?<=\n)    options:\n(?: {6}.*\n?)+")
 PUBLIC = (
     "blocksparse", "blocksparse.testing", "blocksparse.distributed", "blocksparse.tools.tune",

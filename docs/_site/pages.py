@@ -34,7 +34,7 @@ KIND = re.compile(r"^```(python|sh) .+$", re.MULTILINE)  # what tests do with a 
 CHART = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]+)\.svg\)")
 CODE = re.compile(r"`[^`\n]+`")
 REFERENCE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
-FAMILIES = re.compile(r"^::: blocksparse\.(?P<folder>order|score|select|execute)$", re.MULTILINE)
+FAMILIES = re.compile(r"^::: blocksparse\.(?P<folder>order|score|select|execute|presets)$", re.MULTILINE)
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
 WORDS = (
     "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink",

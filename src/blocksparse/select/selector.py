@@ -53,7 +53,8 @@ class Selector(Stage, ABC, Generic[ScoresT_contra, MaskT_co]):
     """Role: selects the blocks to keep.
 
     A selector must keep `grid.diagonal`, so that no causal query is left without a key, and may keep only
-    `grid.reachable` blocks. Ties go to the lower column.
+    `grid.reachable` blocks. One that reads values also keeps `scores.forced`, if that is not None. Ties go to the
+    lower column.
     """
 
     traits: ClassVar[SelectorTraits] = SelectorTraits()

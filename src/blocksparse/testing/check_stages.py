@@ -289,11 +289,18 @@ def _check_one(selector: Selector[Any, Any], scores: BlockScores, *, keeps_force
     check_gave((Declared(type(selector), BlockMask), *declared(selector, Selector, 1)), mask)
     grid = mask.grid
     require(grid.permutation.orders_as(scores.grid.permutation), "the mask is of another permutation")
-    require(~(mask.keep & ~grid.reachable).any(), "it keeps blocks in which no query may see a key")
-    require((mask.keep | ~grid.diagonal).all(), "it drops diagonal blocks, which leaves queries without a key")
+    require(
+        ~(mask.keep & ~grid.reachable).any(),
+        "it keeps blocks in which no query may see a key; keep only grid.reachable",
+    )
+    sees_a_key = (mask.keep | ~grid.diagonal).all()
+    require(sees_a_key, "it drops diagonal blocks, which leaves queries without a key; keep grid.diagonal")
     if keeps_forced and scores.forced is not None and grid.same_blocks(scores.grid):
         forced = scores.forced & scores.grid.reachable
-        require((mask.per_query_head() | ~forced).all(), "it drops forced blocks")
+        require(
+            (mask.per_query_head() | ~forced).all(),
+            "it drops forced blocks; keep scores.forced too where it is not None",
+        )
     require(torch.equal(selector(scores).keep, mask.keep), "the same scores gave another mask the second time")
     nonsense = scores.values.masked_fill(~scores.grid.reachable, 1e30)
     again = selector(attrs.evolve(scores, values=nonsense))
