@@ -72,8 +72,8 @@ def overwritten_barriers(ptx: str) -> list[int]:
     return [at for at in barriers if stored & set(range(at, at + 8))]
 
 
-def turns_of(ptx: str, threads: int = 256) -> tuple[set[str], list[str]]:
-    """Named barriers that so many threads meet at, as consumers that take turns do, and those of them that are wrong.
+def ping_pong_barriers(ptx: str, threads: int = 256) -> tuple[set[str], list[str]]:
+    """Named barriers that so many threads meet at, as ping-pong scheduling does, and those of them that are wrong.
 
     The hardware has 16, and whoever writes a number in a kernel shares them with the compiler, whose own roles of warps take some
     too. So one is wrong if it is none of the 16, if nobody waits for it or nobody gives it, or if others meet at it as well.
@@ -81,17 +81,19 @@ def turns_of(ptx: str, threads: int = 256) -> tuple[set[str], list[str]]:
     """
     found = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive|red)\S*\s+(%?\w+)(?:,\s*(\d+))?", ptx)
     assert found
-    turns: dict[str, set[str]] = {}
+    meeting: dict[str, set[str]] = {}
     others = {number for _, number, count in found if count != str(threads)}
     for operation, number, count in found:
         if count == str(threads):
-            turns.setdefault(number, set()).add(operation)
+            meeting.setdefault(number, set()).add(operation)
     numbers = {str(i) for i in range(16)}
     named = others <= numbers
     wrong = [
-        x for x, how in turns.items() if how != {"sync", "arrive"} or x in others or x not in numbers or not named
+        x
+        for x, how in meeting.items()
+        if how != {"sync", "arrive"} or x in others or x not in numbers or not named
     ]
-    return set(turns), wrong
+    return set(meeting), wrong
 
 
 def report_of(compiled: Any) -> dict[str, int]:

@@ -43,7 +43,7 @@ MULTIPLY = {
     "segments_triton._weights", "sparse_attention_hopper", "sparse_attention_triton",
 }  # fmt: skip
 KINDS = {"sm_90", "gfx942", "gfx1100"}
-ONLY_HOPPER = {"shares", "tile_operands_triton", "tile_rotation_triton"}
+ONLY_HOPPER = {"split_kv", "tile_operands_triton", "tile_rotation_triton"}
 # The kernels that attend. They must not spill in half precision, but on Hopper, where their tiles are measured, and with
 # the widest heads on RDNA 3, where no tiles are known that do not.
 MAIN = {
@@ -112,7 +112,7 @@ def read_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def end_of_long(pipeline: bs.Pipeline[Any, Any, Any], q: Tensor, k: Tensor, v: Tensor) -> None:
-    """So many keys that lists of few queries are cut (`hopper/shares.py`)."""
+    """So many keys that lists of few queries are split (`hopper/split_kv.py`)."""
     pipeline(q[:, :, :512], k.repeat(1, 1, 16, 1), v.repeat(1, 1, 16, 1))
 
 

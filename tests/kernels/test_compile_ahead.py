@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.kernels.ahead import turns_of
+from tests.kernels.ahead import ping_pong_barriers
 from tests.kernels.compile_ahead import multiplies
 from tests.kernels.scripts import printed_by
 
@@ -42,7 +42,7 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
 
 
 GO_ON = {  # other kernels run instead
-    "gather_attention_hopper._kernel", "int8_attention_hopper._kernel", "shares._cut", "shares._join",
+    "gather_attention_hopper._kernel", "int8_attention_hopper._kernel", "split_kv._split", "split_kv._combine",
     "sparse_attention_hopper._kernel", "tile_operands_triton.value_kernel", "tile_rotation_triton.key_kernel",
     "tile_rotation_triton.query_kernel",
 }  # fmt: skip
@@ -76,8 +76,8 @@ def test_a_turn_that_others_take_is_seen(planted: str, wrong: list[str]) -> None
     """That no kernel has one is looked at where they are compiled (`attention/compile_ahead.py`)."""
     own = "bar.sync 0, 128; barrier.sync 1; bar.warp.sync -1; "
     turns = "bar.sync 14, 256; bar.arrive 15, 256; bar.sync 15, 256; bar.arrive 14, 256; "
-    assert sorted(turns_of(own + turns + planted)[1]) == wrong
-    assert turns_of(own) == (set(), [])
+    assert sorted(ping_pong_barriers(own + turns + planted)[1]) == wrong
+    assert ping_pong_barriers(own) == (set(), [])
 
 
 def listed(*code: str) -> Code:

@@ -106,7 +106,7 @@ class HopperTiles:
 
     def buffers(self, D: int, Dv: int) -> dict[str, int]:
         """Compile-time constants of `TritonExecutor`'s kernel, without the fields of these tiles
-        (`hopper/queue.py`).
+        (`hopper/tile_scheduler.py`).
 
         With two buffers of queries, the next ones are loaded while these are used; in one part, the output leaves
         at once. Where that does not fit, a consumer waits at the end of a tile of queries.
@@ -119,7 +119,7 @@ class HopperTiles:
 
         Each holds the buffers of queries, `num_stages` tiles of keys and as many of values, with padded head dims.
         It also holds a part of a tile of output, 2 bytes a number. With 8-bit operands their scales come on top.
-        Barriers, the queue's words and what CUDA reserves take 1280 bytes.
+        Barriers, work items and what CUDA reserves take 1280 bytes.
         """
         of_keys, of_values = padded_keys(D), padded_values(Dv)
         queries, keys = 64 * self.consumers, self.num_stages * self.block_n
@@ -132,14 +132,14 @@ class HopperTiles:
         return self.per_sm * (needed + 1280)
 
     def too_many(self, q: Tensor, q_block: int, cols: int) -> list[str]:
-        """A reason if a count does not fit the bits that `hopper/queue.py` has for it.
+        """A reason if a count does not fit the bits that `hopper/tile_scheduler.py` has for it.
 
-        The queue's word (`word_of`) is an int64. It has 24 bits for the number of a tile of queries among all `B *
-        Hq * rows`. Then come 20 bits for the number of full blocks in a row's list, and 20 for partial blocks. The
-        word's sign bit must stay 0, because -1 marks the end of the queue, so partial blocks have 19 bits. All
-        `cols` key blocks of a row may be partial, so `cols < 2^19`. A second int64, the tile's place
-        (`packed_place`), has 16 bits each for batch entry, query head, KV head and the tile's number in its head.
-        The batch entry stands at the top, where the sign bit must stay 0, and so has 15.
+        A work item (`pack_item`) is an int64. It has 24 bits for the number of a tile of queries among all `B * Hq
+        * rows`. Then come 20 bits for the number of full blocks in a row's list, and 20 for partial blocks. The
+        sign bit must stay 0, because -1 marks the end of the work, so partial blocks have 19 bits. All `cols` key
+        blocks of a row may be partial, so `cols < 2^19`. A second int64, the tile's coordinates (`pack_coords`),
+        has 16 bits each for batch entry, query head, KV head and the tile's number in its head. The batch entry
+        stands at the top, where the sign bit must stay 0, and so has 15.
         """
         if cols >= 2**19:
             return [f"{self} takes rows of up to {2**19 - 1} key blocks, not {cols}"]

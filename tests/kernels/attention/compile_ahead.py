@@ -22,8 +22,8 @@ from blocksparse.kernels.attention import int8_attention_hopper, sparse_attentio
 from blocksparse.kernels.common import hardware
 from blocksparse.kernels.common.hardware import of_attention
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
-from blocksparse.kernels.hopper import shares
-from blocksparse.kernels.hopper.queue import consumer_registers, registers
+from blocksparse.kernels.hopper import split_kv
+from blocksparse.kernels.hopper.tile_scheduler import consumer_registers, registers
 from tests.kernels.ahead import (
     MATRIX_INSTRUCTION,
     SHARED,
@@ -32,14 +32,14 @@ from tests.kernels.ahead import (
     for_target,
     fp32_products,
     overwritten_barriers,
+    ping_pong_barriers,
     report_of,
     triton_target,
-    turns_of,
 )
 from tests.kernels.machine_code import assembled, machine_code, wrong_order
 
-# Kinds of kernels, the second with lists that are cut into shares; others are named by the type of their 8-bit values.
-PLAIN, CUT = "16 bits", "16 bits, cut"
+# Kinds of kernels, the second with lists that are split; others are named by the type of their 8-bit values.
+PLAIN, SPLIT_KV = "16 bits", "16 bits, split"
 # Before 3.8 Triton has no 8-bit integer products for sm_100's own matrix unit, and takes the older one.
 INTEGER_INSTRUCTION = {
     "sm_80": r"\.s8\.s8",
@@ -129,7 +129,7 @@ def compile_sparse_attention(
 
 def compile_hopper(
     tiles: HopperTiles, dtype: str, head_dim: int, q_block: int, k_block: int, *, causal: bool, in_order: bool,
-    eight: str | None = None, index: str = "i16", value_dim: int | None = None, cut: bool = False,
+    eight: str | None = None, index: str = "i16", value_dim: int | None = None, split: bool = False,
     changed: tuple[str, ...] = (),
 ) -> triton.compiler.CompiledKernel:  # fmt: skip
     """A kernel for Hopper, as its launch function launches it; `eight` is the type of values beside int8 keys.
@@ -143,7 +143,7 @@ def compile_hopper(
         "DQ": padded, "DV": padded_values(value_dim), "CONSUMERS": tiles.consumers, "BLOCK_N": tiles.block_n,
         "STAGES": tiles.num_stages, "PIECES": tiles.block_n // piece, "K_SPLIT": k_block // piece,
         "Q_SPLIT": q_block // (64 * tiles.consumers), "CAUSAL": causal, "Q_IN_ORDER": in_order, "K_IN_ORDER": in_order,
-        "CUT": cut, **dict.fromkeys(("work_ptr", "share_out_ptr", "share_sums_ptr") if not cut else ()),
+        "SPLIT_KV": split, **dict.fromkeys(("work_ptr", "split_out_ptr", "split_sums_ptr") if not split else ()),
         **dict.fromkeys({"window", "cap", "reference", "sinks_ptr"} - set(changed)),
         "FP8": eight == "fp8e4nv", "SKIP": not in_order,
         "CONSUMER_REGISTERS": consumer_registers(tiles.consumers, tiles.per_sm),
@@ -162,18 +162,18 @@ def compile_hopper(
     of_q, wide = (dtype, 64) if eight is None else ("i8", padded)
     halves = source_type(dtype, piece, 64)
     types: dict[str, object] = {
-        "q_source": source_type(of_q, 64, wide), "k_source": source_type(of_q, piece, wide),
-        "v_source": source_type("fp8e4nv", padded, piece) if eight == "fp8e4nv" else halves,
-        "out_target": source_type(dtype, 64, 64), "lse_ptr": "*fp32", "scale_log2": "fp32",
+        "q_desc": source_type(of_q, 64, wide), "k_desc": source_type(of_q, piece, wide),
+        "v_desc": source_type("fp8e4nv", padded, piece) if eight == "fp8e4nv" else halves,
+        "out_desc": source_type(dtype, 64, 64), "lse_ptr": "*fp32", "scale_log2": "fp32",
         **{f"{name}_ptr": "*i32" for name in (
-            "full_count", "partial_count", "q_position", "k_position", "queue")},
+            "full_count", "partial_count", "q_position", "k_position", "counter")},
         "index_ptr": f"*{index}",
         "pv_skip_ptr": "*fp32",
-        "work_ptr": "*i64", "share_out_ptr": "*fp32", "share_sums_ptr": "*fp32",
+        "work_ptr": "*i64", "split_out_ptr": "*fp32", "split_sums_ptr": "*fp32",
         "window": "i32", "cap": "fp32", "reference": "fp32", "sinks_ptr": "*fp32",
-        **{f"{name}_source": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
-        **{f"{name}_source": numbers_type(piece) for name in ("k_token", "v_token")},
-        **{f"{name}_source": numbers_type(32) for name in ("k_tile", "v_tile")},
+        **{f"{name}_desc": numbers_type(64 * tiles.consumers) for name in ("q_scale", "taken")},
+        **{f"{name}_desc": numbers_type(piece) for name in ("k_token", "v_token")},
+        **{f"{name}_desc": numbers_type(32) for name in ("k_tile", "v_tile")},
         **{f"{name}_stride_{axis}": "i32" for name in ("count", "index", "lse") for axis in "bh"},
         **{f"{name}_strides": ("i32", "i32") for name in ("q_position", "k_position")},
         **dict.fromkeys(
@@ -205,17 +205,17 @@ def wrong_order_of(
     return wrong_order(code, consumers=tiles.consumers, scores=tiles.block_n // 2 if in_fp32 else 0)
 
 
-def compile_of_shares(name: str, dtype: str, **constants: int | None) -> triton.compiler.CompiledKernel:
-    """The kernel that cuts lists, or the one that joins their shares."""
-    kernel = getattr(shares, name).jit
+def compile_split_kv(name: str, dtype: str, **constants: int | None) -> triton.compiler.CompiledKernel:
+    """The kernel that splits lists, or the one that combines the results."""
+    kernel = getattr(split_kv, name).jit
     types: dict[str, object] = {
         **dict.fromkeys(("full_count_ptr", "partial_count_ptr"), "*i32"), "work_ptr": "*i64",
-        **dict.fromkeys(("share_out_ptr", "share_sums_ptr", "sinks_ptr", "lse_ptr"), "*fp32"), "out_ptr": f"*{dtype}",
+        **dict.fromkeys(("split_out_ptr", "split_sums_ptr", "sinks_ptr", "lse_ptr"), "*fp32"), "out_ptr": f"*{dtype}",
         "out_strides": ("i32",) * 3,
     }  # fmt: skip
     signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
     values = {(kernel.arg_names.index(x),): value for x, value in constants.items()}
-    options = {"num_warps": 8 if name == "_cut" else 4}
+    options = {"num_warps": 8 if name == "_split" else 4}
     return triton.compile(
         ASTSource(kernel, signature, constexprs=values, attrs={}), target=TARGETS["sm_90"], options=options
     )
@@ -224,26 +224,26 @@ def compile_of_shares(name: str, dtype: str, **constants: int | None) -> triton.
 def main() -> int:
     failed = 0
     for name, dtype, constants in (
-        ("_cut", "bf16", {"Q_SPLIT": 2, "ENTRIES": 4096}),
-        ("_join", "bf16", {"Q_SPLIT": 1, "TILE": 128, "DV": 256, "ROWS": 32, "sinks_ptr": None}),
-        ("_join", "fp16", {"Q_SPLIT": 1, "TILE": 64, "DV": 64, "ROWS": 32}),
+        ("_split", "bf16", {"Q_SPLIT": 2, "ENTRIES": 4096}),
+        ("_combine", "bf16", {"Q_SPLIT": 1, "TILE": 128, "DV": 256, "ROWS": 32, "sinks_ptr": None}),
+        ("_combine", "fp16", {"Q_SPLIT": 1, "TILE": 64, "DV": 64, "ROWS": 32}),
     ):
-        kernel = compile_of_shares(name, dtype, **constants)
-        print(f"sm_90 shares.{name} {dtype} {constants}: {kernel.metadata.shared} B shared")
+        kernel = compile_split_kv(name, dtype, **constants)
+        print(f"sm_90 split_kv.{name} {dtype} {constants}: {kernel.metadata.shared} B shared")
     for tiles, dtype, dims, q_block, k_block, causal, in_order, kind, *changed in (
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, PLAIN),
-        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, CUT),
-        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, False, CUT),
-        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, CUT),
+        (HopperTiles(2, 128, 2), "bf16", 128, 128, 128, True, True, SPLIT_KV),
+        (HopperTiles(1, 64, 2, 2), "bf16", 128, 64, 64, True, False, SPLIT_KV),
+        (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, SPLIT_KV),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, True, PLAIN),
-        (HopperTiles(2, 64, 2), "fp16", 256, 128, 128, True, True, CUT),
+        (HopperTiles(2, 64, 2), "fp16", 256, 128, 128, True, True, SPLIT_KV),
         (HopperTiles(2, 128, 2), "bf16", 128, 128, 64, True, False, PLAIN),
         (HopperTiles(2, 128, 2), "fp16", 96, 256, 256, False, False, PLAIN),
         (HopperTiles(1, 128, 2, 2), "fp16", 64, 64, 64, True, False, PLAIN),
         (HopperTiles(1, 64, 2), "fp16", 256, 64, 64, True, False, PLAIN),
         (HopperTiles(2, 128, 2), "bf16", (192, 128), 128, 128, True, True, PLAIN),
         (HopperTiles(1, 64, 1, 2), "bf16", (192, 128), 64, 64, True, False, PLAIN),
-        (HopperTiles(2, 128, 4), "bf16", 64, 128, 128, True, True, CUT, "window", "sinks_ptr"),
+        (HopperTiles(2, 128, 4), "bf16", 64, 128, 128, True, True, SPLIT_KV, "window", "sinks_ptr"),
         (HopperTiles(2, 64, 2), "bf16", 256, 128, 128, True, True, PLAIN, "window", "cap", "reference"),
         (HopperTiles(1, 64, 2, 2), "fp16", 128, 64, 64, True, False, PLAIN, "window", "cap", "sinks_ptr"),
         (tuned_int8(128, 128, 128, True), "bf16", 128, 128, 128, True, True, "fp8e4nv"),
@@ -252,12 +252,12 @@ def main() -> int:
     ):
         index = "i32" if k_block == 256 else "i16"  # lists of both types
         head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
-        eight = None if kind in (PLAIN, CUT) else kind
+        eight = None if kind in (PLAIN, SPLIT_KV) else kind
         shown = f"{head_dim}" if value_dim == head_dim else f"{head_dim},{value_dim}"
         kernel = compile_hopper(
             tiles, dtype, head_dim, q_block, k_block, causal=causal, in_order=in_order,
             eight=eight, index=index, value_dim=value_dim,
-            cut=kind == CUT, changed=tuple(changed),
+            split=kind == SPLIT_KV, changed=tuple(changed),
         )  # fmt: skip
         found = {
             name: kernel.asm["ptx"].count(name)
@@ -265,14 +265,14 @@ def main() -> int:
         }
         fits = kernel.metadata.shared <= 227 * 1024 // tiles.per_sm
         overwritten = overwritten_barriers(kernel.asm["ptx"])
-        turns, wrong = turns_of(kernel.asm["ptx"])
+        barriers, wrong = ping_pong_barriers(kernel.asm["ptx"])
         expected = 2 if eight is None and tiles.consumers == 2 and value_dim == 64 else 0  # `hopper/consumer.py`
         order = [] if eight else wrong_order_of(tiles, value_dim, kernel, tuple(changed))
-        right = fits and all(found.values()) and not overwritten and len(turns) == expected and not wrong
+        right = fits and all(found.values()) and not overwritten and len(barriers) == expected and not wrong
         failed += not right or bool(order)
         print(
             f"sm_90 {tiles} {dtype} D={shown} blocks={q_block}x{k_block} {kind} {changed} lists={index}: {found}, "
-            f"{kernel.metadata.shared} B shared, overwritten barriers: {overwritten}, turns: {sorted(turns)}, wrong: {wrong}, "
+            f"{kernel.metadata.shared} B shared, overwritten barriers: {overwritten}, ping-pong barriers: {sorted(barriers)}, wrong: {wrong}, "
             f"wrong order: {order}"
         )
     for name, target in TARGETS.items():

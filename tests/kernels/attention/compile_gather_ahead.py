@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from blocksparse.kernels.attention import gather_attention_hopper, gather_attention_triton
-from blocksparse.kernels.hopper.queue import registers
+from blocksparse.kernels.hopper.tile_scheduler import registers
 from tests.kernels.ahead import (
     HARDWARE,
     ITEMSIZE,

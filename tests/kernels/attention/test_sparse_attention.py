@@ -31,7 +31,7 @@ from blocksparse.kernels.attention import sparse_attention as op
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 from blocksparse.kernels.common.hardware import INTERPRETER, hardware_of
-from blocksparse.kernels.hopper import shares
+from blocksparse.kernels.hopper import split_kv
 from blocksparse.kernels.hopper.launch import copy_back, whole_rows
 from blocksparse.kernels.layout.gather import gather_two
 from blocksparse.kernels.masks.arguments import Approximation, LogitChange
@@ -557,14 +557,14 @@ HOPPER_TILES = (
 
 @contextlib.contextmanager
 def cut_lists() -> Iterator[None]:
-    """Lists of more than two blocks are cut into shares, whatever the sizes of a call."""
+    """Lists of more than two blocks are split, whatever the sizes of a call."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "_KEYS", 0)
-        patch.setattr(shares, "_KEYS_PER_ROW", 0)
-        patch.setattr(shares, "_SHORTEST", 256)
-        shares._sizes.cache_clear()
+        patch.setattr(split_kv, "_KEYS", 0)
+        patch.setattr(split_kv, "_KEYS_PER_ROW", 0)
+        patch.setattr(split_kv, "_SHORTEST", 256)
+        split_kv._sizes.cache_clear()
         yield
-    shares._sizes.cache_clear()
+    split_kv._sizes.cache_clear()
 
 
 @needs_hopper
@@ -824,7 +824,7 @@ def test_hopper_reads_what_hosts_hand_over() -> None:
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_a_scale_above_zero_gives_the_same_logits(scale: float) -> None:
-    from blocksparse.kernels.hopper.queue import positive
+    from blocksparse.kernels.hopper.tile_scheduler import positive
 
     q, k, _ = make_qkv(N=20, D=16)
     queries, factor = positive(q, scale)

@@ -9,7 +9,7 @@ Once a row has visited what it visits in any case, the consumers vote after ever
 satisfied (`hopper/gather.py`). They learn the result one tile later, when the next scores are in flight already;
 after a stop those are thrown away.
 
-Every buffer has a full and an empty barrier, used as `make_rings` in `hopper/queue.py` explains. Here a full barrier
+Every buffer has a full and an empty barrier, used as `make_rings` in `hopper/tile_scheduler.py` explains. Here a full barrier
 expects no bytes: the loader arrives at it when its own copies are done.
 """
 
@@ -32,8 +32,8 @@ from blocksparse.kernels.attention.gather_attention_triton import axis_strides, 
 from blocksparse.kernels.common.names_triton import aggregate
 from blocksparse.kernels.common.sizes import empty_as
 from blocksparse.kernels.hopper.gather import is_satisfied, load_gathered, post_vote
-from blocksparse.kernels.hopper.queue import make_barriers, positive, read, registers
 from blocksparse.kernels.hopper.rows import LOWEST, NEVER, partial_sum, row_max
+from blocksparse.kernels.hopper.tile_scheduler import make_barriers, positive, read, registers
 from blocksparse.kernels.masks.arguments import RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.launches import remembered
@@ -107,14 +107,9 @@ class _Constants:
     MEAN: gl.constexpr  # as `mean` of `gather_attention`
 
     @gluon.constexpr_function
-    def __init__(self, D, CONSUMERS, BLOCK_N, K_SPLIT, STAGES, CAUSAL, MEAN):
-        self.D = gl.constexpr(D)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.K_SPLIT = gl.constexpr(K_SPLIT)
-        self.STAGES = gl.constexpr(STAGES)
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.MEAN = gl.constexpr(MEAN)
+    def __init__(self, **constants):
+        for name, value in constants.items():
+            setattr(self, name, gl.constexpr(value))
 
 
 @gluon.constexpr_function
@@ -161,14 +156,14 @@ def _consume(WG: gl.constexpr, C, given):
     none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, partial_sum(none).type.layout)
     q = q_bufs.index(WG)
-    places = q_position_ptr + WG * 64
+    position_ptr = q_position_ptr + WG * 64
 
     dims = gl.arange(0, C.D, layout=gl.SliceLayout(0, WHOLE))
-    at = gl.load(places + gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE)))
+    at = gl.load(position_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE)))
     rows = q_ptr + ((at - offset).to(gl.int64) * q_stride)[:, None] + dims[None, :]
     q.store(gl.load(rows, mask=(at >= 0)[:, None], other=0.0))
     fence_async_shared()
-    q_at = gl.load(places + gl.arange(0, 64, layout=ROW))
+    q_at = gl.load(position_ptr + gl.arange(0, 64, layout=ROW))
     live = q_at >= 0
     seen = q_at if C.CAUSAL else gl.full([64], NEVER - 1, gl.int32, ROW)
 
@@ -242,7 +237,7 @@ def _consume(WG: gl.constexpr, C, given):
     gl.store(lse_ptr + (q_at - offset), log_sum, mask=live)
     whole = gl.convert_layout(whole, OUT_ROW)
     q.store(gl.where((whole == 0.0)[:, None], 0.0, sums * (1.0 / whole)[:, None]).to(HALF))
-    at = gl.load(places + gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE)))
+    at = gl.load(position_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, WHOLE)))
     rows = out_ptr + ((at - offset).to(gl.int64) * out_stride)[:, None] + dims[None, :]
     gl.store(rows, q.load(WHOLE), mask=(at >= 0)[:, None])
 
@@ -321,7 +316,9 @@ def _kernel(
         voted = votes
     halt.index(0).store(gl.full([1], NEVER, gl.int32, one))
     fence_async_shared()
-    C = _Constants(D, CONSUMERS, BLOCK_N, K_SPLIT, STAGES, CAUSAL, MEAN)
+    C = _Constants(
+        D=D, CONSUMERS=CONSUMERS, BLOCK_N=BLOCK_N, K_SPLIT=K_SPLIT, STAGES=STAGES, CAUSAL=CAUSAL, MEAN=MEAN
+    )
     load = (
         (k_ptr, v_ptr, k_position_ptr, index_ptr), (k_full, v_full, k_empty, v_empty),
         (k_bufs, v_bufs, slots, flags, halt), (k_strides[2], v_strides[2]), (tiles, limit),

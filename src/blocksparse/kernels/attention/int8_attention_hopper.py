@@ -1,6 +1,6 @@
 """Attention over block lists on Hopper from int8 queries and keys, and values of 16 bits or fp8.
 
-The loaders and the queue are those of `sparse_attention_hopper.py`. A consumer differs in four ways.
+The loaders and the scheduler are those of `sparse_attention_hopper.py`. A consumer differs in four ways.
 
 * Scales, which are loaded together with what they belong to, come in between scores and softmax. A tile of keys that is seen
     whole has one factor for each query and each of the four threads that share a row of scores. So its scales cost as much
@@ -24,29 +24,29 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.common.sizes import for_bulk_copies
+from blocksparse.kernels.hopper.arguments import Buffers, Constants, Descriptors, Inputs, Pointers, Sizes, Strides
 from blocksparse.kernels.hopper.int8 import LAZY, after, kept, masked_tile, operands_of, products, promoted, step
 from blocksparse.kernels.hopper.launch import copy_back, launch_of, whole_rows
 from blocksparse.kernels.hopper.loaders import (
-    PANEL,
+    BOX_COLS,
     TILE_NUMBERS,
     load_keys,
     load_values,
-    numbers,
-    panels,
-    turned,
+    tma_boxes,
+    tma_numbers,
+    transposed_boxes,
 )
 from blocksparse.kernels.hopper.output import store_lse, store_out
-from blocksparse.kernels.hopper.queue import (
+from blocksparse.kernels.hopper.rows import LOWEST, by_thread, of_rows, query_positions
+from blocksparse.kernels.hopper.tile_scheduler import (
     LOADER_REGISTERS,
     OF_PROMPT,
-    Constants,
-    extent,
+    list_extent,
     make_rings,
     positive,
     read,
-    unpacked_place,
+    unpack_coords,
 )
-from blocksparse.kernels.hopper.rows import LOWEST, by_thread, of_rows, query_positions
 from blocksparse.kernels.masks.arguments import Lists, TilesOnHopper
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tile_operands import TileOperands
@@ -79,23 +79,23 @@ def int8_attention_hopper(
     of_token = of.k_token_scale, of.k_token_scale if of.v_token is None else of.v_token
     of_tile = of.k_tile_scale, of.k_tile_scale if of.v_tile_log2 is None else of.v_tile_log2
     _kernel[launch.grid](
-        panels(q, 64), panels(k, piece), turned(v, piece) if fp8 else panels(v, piece), panels(whole, 64),
-        *(numbers(x, 64 * tiles.consumers) for x in of_query), *(numbers(x, piece) for x in of_token),
-        *(numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tile), lse if pv_skip is None else pv_skip,
+        tma_boxes(q, 64), tma_boxes(k, piece), transposed_boxes(v, piece) if fp8 else tma_boxes(v, piece), tma_boxes(whole, 64),
+        *(tma_numbers(x, 64 * tiles.consumers) for x in of_query), *(tma_numbers(x, piece) for x in of_token),
+        *(tma_numbers(x.flatten(2), TILE_NUMBERS.value) for x in of_tile), lse if pv_skip is None else pv_skip,
         *launch.arguments, FP8=fp8, SKIP=pv_skip is not None, **launch.options,
     )  # fmt: skip
     copy_back((whole, whole_lse), (out, lse), lead)
 
 
 @gluon.jit
-def _query_numbers(of_queries, slot, scale, WG: gl.constexpr, ROW: gl.constexpr):
-    """Two numbers `[64]` for a consumer's queries, from slot `slot` of the two that are loaded in turn.
+def _query_numbers(of_queries, buffer, scale, WG: gl.constexpr, ROW: gl.constexpr):
+    """Two numbers `[64]` for a consumer's queries, from the first or the second buffer of queries.
 
     The first makes logits in base 2 of a query's integer products with keys, before the keys' scales. The second is what
     the mean key adds to the logits, in base 2: masked tiles, whose keys hold their mean, subtract it.
     """
-    factor = of_queries.index(slot).slice(WG * 64, 64).load(ROW) * scale
-    return factor, of_queries.index(2 + slot).slice(WG * 64, 64).load(ROW) * _LOG2_E
+    factor = of_queries.index(buffer).slice(WG * 64, 64).load(ROW) * scale
+    return factor, of_queries.index(2 + buffer).slice(WG * 64, 64).load(ROW) * _LOG2_E
 
 
 @gluon.jit
@@ -108,62 +108,61 @@ def _threshold(pv_skip_ptr, h, SKIP: gl.constexpr):
 
 
 @gluon.jit
-def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, bufs, strides, sizes):
+def _consume(WG: gl.constexpr, C, given, SKIP: gl.constexpr):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
     It goes as `consume` of `hopper/consumer.py`. A step (`hopper/int8.py`) leaves the weights of its keys in
     `weight`, not yet multiplied with their values. `stage` and `phase` are those of the last keys; `visit` counts tiles of
     queries, and `slot` is `visit % 2`.
     """
-    out_target = sources[3]
-    q_position_ptr, k_position_ptr, lse_ptr, pv_skip_ptr = pointers[3], pointers[4], pointers[6], pointers[7]
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q_pieces, k_pieces, v_pieces, out_pieces, words, starts, numbers_bufs = bufs
-    query_numbers, token_numbers, tile_numbers = numbers_bufs
-    q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
-    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
-    HALF: gl.constexpr = out_pieces.dtype
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = given.barriers
+    buffers, items, k_position_strides, scale = (
+        given.buffers,
+        given.buffers.items,
+        given.strides.k_position,
+        given.sizes.scale,
+    )
+    HALF: gl.constexpr = buffers.out.dtype
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     EIGHTS: gl.constexpr = gl.NVMMASharedLayout(C.DQ, 8, rank=2)
     PIECE: gl.constexpr = C.BLOCK_N // C.PIECES
-    TURNED: gl.constexpr = gl.NVMMASharedLayout(PIECE, 8, rank=2)
+    TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout(PIECE, 8, rank=2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 32 if C.PV8 else 16])
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     BASE: gl.constexpr = 8.0 - LAZY if C.PV8 else 0.0  # weights are at most 2^(BASE + LAZY) = 2^8: fp8 holds 448
     GROUP: gl.constexpr = _GROUP if C.PV8 else 1 << 20  # without fp8 all tiles of keys are one group
-    q_bufs = reinterpret(q_pieces, q_pieces.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
-    k_bufs = reinterpret(k_pieces, k_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DQ], EIGHTS)
+    q_bufs = reinterpret(buffers.q, buffers.q.dtype, [2 * C.CONSUMERS, 64, C.DQ], EIGHTS)
+    k_bufs = reinterpret(buffers.k, buffers.k.dtype, [C.STAGES, C.BLOCK_N, C.DQ], EIGHTS)
     if C.PV8:
-        v_bufs = reinterpret(v_pieces, v_pieces.dtype, [C.STAGES * C.PIECES, C.DV, PIECE], TURNED)
+        v_bufs = reinterpret(buffers.v, buffers.v.dtype, [C.STAGES * C.PIECES, C.DV, PIECE], TRANSPOSED)
     else:
-        v_bufs = reinterpret(v_pieces, v_pieces.dtype, [C.STAGES, C.BLOCK_N, C.DV], HALVES)
-    out_bufs = reinterpret(out_pieces, HALF, [C.CONSUMERS, 64, C.DV], HALVES)
+        v_bufs = reinterpret(buffers.v, buffers.v.dtype, [C.STAGES, C.BLOCK_N, C.DV], HALVES)
+    out_bufs = reinterpret(buffers.out, HALF, [C.CONSUMERS, 64, C.DV], HALVES)
     IN_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_queries = reinterpret(query_numbers, gl.float32, [4, C.CONSUMERS * 64], IN_ORDER)
-    of_tokens = reinterpret(token_numbers, gl.float32, [3 * C.STAGES, C.BLOCK_N], IN_ORDER)
-    of_tiles = reinterpret(tile_numbers, gl.float32, [2 * C.STAGES * C.PIECES, TILE_NUMBERS], IN_ORDER)
+    of_queries = reinterpret(buffers.query_numbers, gl.float32, [4, C.CONSUMERS * 64], IN_ORDER)
+    of_tokens = reinterpret(buffers.token_numbers, gl.float32, [3 * C.STAGES, C.BLOCK_N], IN_ORDER)
+    of_tiles = reinterpret(buffers.tile_numbers, gl.float32, [2 * C.STAGES * C.PIECES, TILE_NUMBERS], IN_ORDER)
     none = gl.zeros([64, C.BLOCK_N], gl.int32, SCORES)
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(none).type.layout))
     lowest = gl.full([64, 4], LOWEST, gl.float32, THREAD)
 
     # The very first tile of keys has nothing before it to overlap with.
     mbarrier.wait(q_full.index(0), 0)
-    word = read(words, 0, 4)
-    b, h, h_key, row = unpacked_place(read(words, 2, 4))
-    pieces, steps, first, masked = extent(word, C)
-    last = query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
+    item = read(items, 0, 4)
+    b, h, h_key, row = unpack_coords(read(items, 2, 4))
+    pieces, steps, first, masked = list_extent(item, C)
+    last = query_positions(given, b, h, row, WG, C, ROW)
     position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
     q_factor, shift = _query_numbers(of_queries, 0, scale, WG, ROW)
-    pv_skip = _threshold(pv_skip_ptr, h, SKIP)
+    pv_skip = _threshold(given.pointers.pv_skip, h, SKIP)
     mbarrier.wait(k_full.index(0), 0)
     q = q_bufs.index(WG)
     scores_token = warpgroup_mma(q, k_bufs.index(0).permute([1, 0]), none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, [scores_token])
     highest, met, weight, total = masked_tile(
-        scores, lowest, lowest, q_factor, shift, of_tokens, starts, 0, first, last, k_position_ptr, position_at, N, C,
-        SKIP, BASE,
+        scores, lowest, lowest, q_factor, shift, of_tokens, given, 0, first, last, position_at, C, SKIP, BASE,
     )  # fmt: skip
     weight = kept(weight, WEIGHT, C, HALF)
     mbarrier.arrive(k_empty.index(0), count=1)
@@ -171,8 +170,8 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
     phase = 0
     visit = 0
     slot = 0
-    while word >= 0:
-        pieces, steps, first, masked = extent(word, C)
+    while item >= 0:
+        pieces, steps, first, masked = list_extent(item, C)
         # The two loops below get two names of one buffer. With one name ptxas 12.8 lets them share what they derive from
         # it, but computes that only before the first loop, which may not run.
         q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
@@ -182,7 +181,7 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
         relative = highest  # the maxima that `result` is relative to
         for _ in range(1, masked):
             stage, phase, highest, met, total, sums, weight, result, relative = step(
-                True, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
+                True, C, given, q, k_bufs, v_bufs, of_tokens, of_tiles, last, position_at,
                 q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
                 not C.PV8, HALF, SKIP, BASE,
             )  # fmt: skip
@@ -190,8 +189,8 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
             # With fp8 the first product of a group replaces `sums`; at the group's end these are added to `result` in fp32.
             for i in range(begin, gl.minimum(begin + GROUP, steps)):
                 stage, phase, highest, met, total, sums, weight, result, relative = step(
-                    False, C, bars, q_again, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at,
-                    k_position_ptr, N, q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
+                    False, C, given, q_again, k_bufs, v_bufs, of_tokens, of_tiles, last, position_at,
+                    q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result,
                     relative, i > begin if C.PV8 else True, HALF, SKIP, BASE,
                 )  # fmt: skip
             if C.PV8:
@@ -205,8 +204,8 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
         visit += 1
         slot = 1 - slot
         mbarrier.wait(q_full.index(visit % 2), (visit // 2) & 1)
-        word = read(words, visit % 2, 4)
-        place = read(words, 2 + visit % 2, 4)
+        item = read(items, visit % 2, 4)
+        coords = read(items, 2 + visit % 2, 4)
         mbarrier.wait(k_full.index(stage), phase)
         q = q_bufs.index((visit % 2) * C.CONSUMERS + WG)
         scores_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
@@ -215,32 +214,29 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
         if C.PV8:
             sums = gl.zeros([64, C.DV], gl.float32, SUMS)
         sums_token = products(operands, v_bufs, v_stage, sums, not C.PV8, C)
-        next_b, next_h, next_key, next_row = unpacked_place(place)
-        pieces, steps, first, masked = extent(word, C)
-        last = query_positions(
-            q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, C, ROW,
-        )  # fmt: skip
+        next_b, next_h, next_key, next_row = unpack_coords(coords)
+        pieces, steps, first, masked = list_extent(item, C)
+        last = query_positions(given, next_b, next_h, next_row, WG, C, ROW)
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
         log2_sum = of_rows(highest, ROW) + shift - BASE + gl.log2(whole)
         q_factor, shift = _query_numbers(of_queries, visit % 2, scale, WG, ROW)
-        pv_skip = _threshold(pv_skip_ptr, next_h, SKIP)
-        store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
+        pv_skip = _threshold(given.pointers.pv_skip, next_h, SKIP)
+        store_lse(given, b, h, row, log2_sum, whole, WG, C, ROW)
         scores = warpgroup_mma_wait(C.PIECES if C.PV8 else 1, [scores_token])
         if C.PV8:
             sums = promoted(result, relative, highest, warpgroup_mma_wait(0, [sums_token]))
             mbarrier.arrive(v_empty.index(v_stage), count=1)
-            store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
+            store_out(given, out_bufs, sums, whole, b, h, row, WG, C)
         highest, met, weight, total = masked_tile(
-            scores, lowest, lowest, q_factor, shift, of_tokens, starts, stage, first, last, k_position_ptr, position_at,
-            N, C, SKIP, BASE,
+            scores, lowest, lowest, q_factor, shift, of_tokens, given, stage, first, last, position_at, C, SKIP, BASE,
         )  # fmt: skip
         weight = kept(weight, WEIGHT, C, HALF)
         mbarrier.arrive(k_empty.index(stage), count=1)
         if not C.PV8:
             sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
-            store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
+            store_out(given, out_bufs, sums, whole, b, h, row, WG, C)
         b, h, row = next_b, next_h, next_row
     tma.store_wait(0)
 
@@ -248,9 +244,9 @@ def _consume(WG: gl.constexpr, C, SKIP: gl.constexpr, sources, pointers, bars, b
 @remembered
 @gluon.jit(do_not_specialize=OF_PROMPT)
 def _kernel(
-    q_source, k_source, v_source, out_target, q_scale_source, taken_source, k_token_source, v_token_source,
-    k_tile_source, v_tile_source, pv_skip_ptr,
-    lse_ptr, full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr,
+    q_desc, k_desc, v_desc, out_desc, q_scale_desc, taken_desc, k_token_desc, v_token_desc,
+    k_tile_desc, v_tile_desc, pv_skip_ptr,
+    lse_ptr, full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, counter_ptr,
     count_stride_b, count_stride_h, index_stride_b, index_stride_h, lse_stride_b, lse_stride_h,
     q_position_strides, k_position_strides,
     tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2,
@@ -259,58 +255,59 @@ def _kernel(
     CAUSAL: gl.constexpr, Q_IN_ORDER: gl.constexpr, K_IN_ORDER: gl.constexpr,
     FP8: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    V_PANELS: gl.constexpr = DV // PANEL
+    V_BOXES: gl.constexpr = DV // BOX_COLS
     PIECE: gl.constexpr = BLOCK_N // PIECES
-    q_pieces = gl.allocate_shared_memory(gl.int8, [2 * CONSUMERS, 1, 1, 64, DQ], q_source.layout)
-    k_pieces = gl.allocate_shared_memory(gl.int8, [STAGES * PIECES, 1, 1, PIECE, DQ], k_source.layout)
+    q_pieces = gl.allocate_shared_memory(gl.int8, [2 * CONSUMERS, 1, 1, 64, DQ], q_desc.layout)
+    k_pieces = gl.allocate_shared_memory(gl.int8, [STAGES * PIECES, 1, 1, PIECE, DQ], k_desc.layout)
     if FP8:
-        v_pieces = gl.allocate_shared_memory(v_source.dtype, [STAGES * PIECES, 1, 1, DV, PIECE], v_source.layout)
+        v_pieces = gl.allocate_shared_memory(v_desc.dtype, [STAGES * PIECES, 1, 1, DV, PIECE], v_desc.layout)
     else:
         v_pieces = gl.allocate_shared_memory(
-            v_source.dtype, [STAGES * V_PANELS * PIECES, 1, 1, PIECE, PANEL], v_source.layout
+            v_desc.dtype, [STAGES * V_BOXES * PIECES, 1, 1, PIECE, BOX_COLS], v_desc.layout
         )
     out_pieces = gl.allocate_shared_memory(
-        out_target.dtype, [CONSUMERS * V_PANELS, 1, 1, 64, PANEL], out_target.layout
+        out_desc.dtype, [CONSUMERS * V_BOXES, 1, 1, 64, BOX_COLS], out_desc.layout
     )
-    words = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    items = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     starts = gl.allocate_shared_memory(gl.int32, [STAGES * PIECES, 1], mbarrier.MBarrierLayout())
-    query_numbers = gl.allocate_shared_memory(gl.float32, [4, 1, 1, CONSUMERS * 64], q_scale_source.layout)
-    token_numbers = gl.allocate_shared_memory(
-        gl.float32, [3 * STAGES * PIECES, 1, 1, PIECE], k_token_source.layout
-    )
+    query_numbers = gl.allocate_shared_memory(gl.float32, [4, 1, 1, CONSUMERS * 64], q_scale_desc.layout)
+    token_numbers = gl.allocate_shared_memory(gl.float32, [3 * STAGES * PIECES, 1, 1, PIECE], k_token_desc.layout)
     tile_numbers = gl.allocate_shared_memory(
-        gl.float32, [2 * STAGES * PIECES, 1, 1, TILE_NUMBERS], k_tile_source.layout
+        gl.float32, [2 * STAGES * PIECES, 1, 1, TILE_NUMBERS], k_tile_desc.layout
     )
-    sources = (
-        q_source, k_source, v_source, out_target,
-        (q_scale_source, taken_source), (k_token_source, v_token_source), (k_tile_source, v_tile_source),
-    )  # fmt: skip
-    pointers = (
-        full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, queue_ptr, lse_ptr, pv_skip_ptr,
-    )  # fmt: skip
-    bufs = (q_pieces, k_pieces, v_pieces, out_pieces, words, starts, (query_numbers, token_numbers, tile_numbers))
-    strides = (
-        (count_stride_b, count_stride_h), (index_stride_b, index_stride_h), q_position_strides, k_position_strides,
-        (lse_stride_b, lse_stride_h),
-    )  # fmt: skip
-    sizes = (tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2)
     C = Constants(
-        DQ, DV, CONSUMERS, BLOCK_N, STAGES, 2, 1, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER, K_IN_ORDER, True, FP8,
-        False,
+        DQ=DQ, DV=DV, CONSUMERS=CONSUMERS, BLOCK_N=BLOCK_N, STAGES=STAGES, Q_BUFFERS=2, OUT_PARTS=1, PIECES=PIECES,
+        K_SPLIT=K_SPLIT, Q_SPLIT=Q_SPLIT, CAUSAL=CAUSAL, Q_IN_ORDER=Q_IN_ORDER, K_IN_ORDER=K_IN_ORDER, QK8=True, PV8=FP8,
+        SPLIT_KV=False,
     )  # fmt: skip
-    bars = make_rings(C)
+    given = Inputs(
+        Descriptors(
+            q_desc, k_desc, v_desc, out_desc, q_scale_desc, taken_desc, k_token_desc, v_token_desc, k_tile_desc, v_tile_desc,
+        ),
+        Pointers(
+            full_count_ptr, partial_count_ptr, index_ptr, q_position_ptr, k_position_ptr, counter_ptr, lse_ptr,
+            pv_skip=pv_skip_ptr,
+        ),
+        make_rings(C),
+        Buffers(q_pieces, k_pieces, v_pieces, out_pieces, items, starts, query_numbers, token_numbers, tile_numbers),
+        Strides(
+            (count_stride_b, count_stride_h), (index_stride_b, index_stride_h), q_position_strides, k_position_strides,
+            (lse_stride_b, lse_stride_h),
+        ),
+        Sizes(tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale_log2),
+    )  # fmt: skip
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (first, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
-            (_consume, (second, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
-            (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
-            (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
+            (_consume, (first, C, given, SKIP)),
+            (_consume, (second, C, given, SKIP)),
+            (load_keys, (C, given)),
+            (load_values, (C, given)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (first, C, SKIP, sources, pointers, bars, bufs, strides, sizes)),
-            (load_keys, (C, sources, pointers, bars, bufs, strides, sizes)),
-            (load_values, (C, sources, pointers, bars, bufs, strides, sizes)),
+            (_consume, (first, C, given, SKIP)),
+            (load_keys, (C, given)),
+            (load_values, (C, given)),
         ], [1, 1], [LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -47,7 +47,7 @@ def power_of_2(n: int) -> int:
 
 
 def padded_keys(D: int) -> int:
-    """The head dim of queries and keys as the kernels for Hopper hold it: whole panels, which are of 64 columns."""
+    """The head dim of queries and keys as the kernels for Hopper hold it: whole TMA boxes, which are of 64 columns."""
     return cdiv(D, 64) * 64
 
 

@@ -1,8 +1,9 @@
 """Parts of the attention kernels for Hopper.
 
+arguments        what warps get: compile-time constants, and pointers, buffers and sizes by name
 launch           grids, arguments and constants that two of the kernels share
-queue            how programs take their work, what stages and barriers are, and the words for all of it
-shares           long lists cut into shares, where a launch has few tiles of queries
+tile_scheduler   how programs take work items, what stages and barriers are, and the terms for all of it
+split_kv         long lists that are split, where a launch has few tiles of queries
 loaders          the warps that load
 consumer         the warps that compute
 rows             scores in a consumer's registers: masks, maxima and sums

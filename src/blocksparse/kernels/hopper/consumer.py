@@ -5,13 +5,13 @@ softmax in between is hidden behind matrix products. This holds across the borde
 next tile's first scores are computed during this one's last products with values.
 
 Weights are relative to a number that a row keeps as long as they do not grow large, and few tiles look for a maximum
-(`hopper/softmax.py`). At head dim 64, where products take as long as powers of 2, the two consumers of a program take
-turns in starting matrix products (ping-pong scheduling). Products of one consumer are to run during the softmax of the
-other. Without turns, both may start theirs at the same time, wait for them together, and then share the unit for powers
+(`hopper/softmax.py`). At head dim 64, where products take as long as powers of 2, the two consumers of a program start
+matrix products in turn (ping-pong scheduling). Products of one consumer are to run during the softmax of the
+other. Without it, both may start theirs at the same time, wait for them together, and then share the unit for powers
 of 2. So each waits with the scores of its next keys until those of the other are there. Both consumers of a program
-compute the same number of steps (`hopper/queue.py`), and so as many turns.
+compute the same number of steps (`hopper/tile_scheduler.py`), and so have as many turns.
 
-A turn is a named barrier of the hardware, which opens when the 128 threads that wait for it and the 128 that give it
+Two named barriers of the hardware pass the turn. One opens when the 128 threads that wait for it and the 128 that pass it
 have come. Triton takes the first few of the 16 that there are.
 
 A sliding window hides keys in masked steps alone. A softcap changes scores as soon as they are there. A sink joins a
@@ -26,8 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from blocksparse.kernels.common.names_triton import reinterpret
-from blocksparse.kernels.hopper.output import store_lse, store_out, store_share, store_share_sums
-from blocksparse.kernels.hopper.queue import extent, read, unpacked_place
+from blocksparse.kernels.hopper.output import store_lse, store_out, store_split, store_split_sums
 from blocksparse.kernels.hopper.rows import (
     LOWEST,
     by_thread,
@@ -39,6 +38,7 @@ from blocksparse.kernels.hopper.rows import (
     with_sink,
 )
 from blocksparse.kernels.hopper.softmax import capped, capped_powers, softmax
+from blocksparse.kernels.hopper.tile_scheduler import list_extent, read, unpack_coords
 
 
 @gluon.constexpr_function
@@ -47,14 +47,14 @@ def _barrier(operation, consumer):
 
 
 @gluon.jit
-def await_turn(WG: gl.constexpr, step):
+def ping_pong_wait(WG: gl.constexpr, step):
     """Waits until it is the turn of consumer `WG`; `step` is any number."""
     gl.inline_asm_elementwise(_barrier("sync", WG), "=r,r", [step], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def give_turn(WG: gl.constexpr, step):
-    """Gives the turn to the consumer that is not `WG`."""
+def ping_pong_arrive(WG: gl.constexpr, step):
+    """Passes the turn to the consumer that is not `WG`."""
     gl.inline_asm_elementwise(_barrier("arrive", 1 - WG), "=r,r", [step], gl.int32, is_pure=False, pack=1)
 
 
@@ -98,8 +98,8 @@ def _give_back(k_empty, stage, q_empty, last, C):
     during the softmax of these. If there are two, it is given back at the border, which is early enough.
 
     What the loader then overwrites is no longer read. Only the products that make scores read queries. Each arrival stands
-    behind a barrier of the consumer's four warps, all of which have waited for the last product. The queue's word, the place
-    and the target, which lie next to the queries, were read before the first product. Every tile is given back exactly once,
+    behind a barrier of the consumer's four warps, all of which have waited for the last product. The work item, the coordinates
+    and the split slot, which lie next to the queries, were read before the first product. Every tile is given back exactly once,
     also the empty one at the end, whose buffer no warp waits for. Waits cannot form a circle (`load_keys`): a consumer waits
     for nothing between the last keys of a tile and giving back its queries.
     """
@@ -109,12 +109,12 @@ def _give_back(k_empty, stage, q_empty, last, C):
 
 
 @gluon.jit
-def _target(words, buffer, C):
-    """Where the result goes of the share that came with a buffer of queries; -1 for a list that is not cut."""
-    target = -1
-    if C.CUT:
-        target = read(words, 2 * C.Q_BUFFERS + buffer, 4).to(gl.int32)
-    return target
+def _split_slot(items, buffer, C):
+    """The split slot that came with a buffer of queries; -1 for a list that is not split."""
+    split_slot = -1
+    if C.SPLIT_KV:
+        split_slot = read(items, 2 * C.Q_BUFFERS + buffer, 4).to(gl.int32)
+    return split_slot
 
 
 @gluon.jit
@@ -136,22 +136,22 @@ def _first_weights(scores, scale, reference, HALF: gl.constexpr, ROUNDED: gl.con
 
 
 @gluon.jit
-def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, change):
+def consume(WG: gl.constexpr, C, given, change):
     """Computes attention of 64 queries of each tile of queries; `WG` is the number of this consumer.
 
     `step` counts steps since the program's start, and gives stage and parity (`make_rings`); `visit` counts tiles of
     queries. When a step begins, the weights of the last keys are in `weight`, not yet multiplied with their values.
     `rescale` has the factors that make the sums so far relative to the same numbers as the weights.
     """
-    out_target = sources[3]
-    q_position_ptr, k_position_ptr, lse_ptr = pointers[3], pointers[4], pointers[6]
-    share_out_ptr, share_sums_ptr = pointers[8], pointers[9]
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    q_pieces, k_pieces, v_pieces, out_pieces, words, starts = bufs
-    q_position_strides, k_position_strides, lse_strides = strides[2], strides[3], strides[4]
-    tiles, M, N, cols, rows, kv_heads, group, heads_per_mask, offset, scale = sizes
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = given.barriers
+    buffers, items, k_position_strides, scale = (
+        given.buffers,
+        given.buffers.items,
+        given.strides.k_position,
+        given.sizes.scale,
+    )
     window, cap, reference, sinks_ptr = change
-    HALF: gl.constexpr = q_pieces.dtype
+    HALF: gl.constexpr = buffers.q.dtype
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 16])
@@ -160,38 +160,38 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
     # What was measured to be fastest (docs/evidence/kernel-notes.md), and what registers allow.
     ROUNDED: gl.constexpr = C.DV > 64  # weights are rounded as they come, and take half the registers
     BEHIND: gl.constexpr = C.DV == 64 or C.CONSUMERS == 1  # weights and sums are made ready behind the next scores
-    TURNS: gl.constexpr = C.DV == 64 and C.CONSUMERS == 2
+    PING_PONG: gl.constexpr = C.DV == 64 and C.CONSUMERS == 2
     DEPTH: gl.constexpr = C.DQ & -C.DQ
-    q_bufs = reinterpret(q_pieces, HALF, [C.Q_BUFFERS * C.CONSUMERS * C.DQ // DEPTH, 64, DEPTH], SHARED)
-    k_bufs = reinterpret(k_pieces, HALF, [C.STAGES * C.DQ // DEPTH, C.BLOCK_N, DEPTH], SHARED)
-    v_bufs = reinterpret(v_pieces, HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
-    out_bufs = reinterpret(out_pieces, HALF, [C.CONSUMERS, 64, C.DV // C.OUT_PARTS], SHARED)
+    q_bufs = reinterpret(buffers.q, HALF, [C.Q_BUFFERS * C.CONSUMERS * C.DQ // DEPTH, 64, DEPTH], SHARED)
+    k_bufs = reinterpret(buffers.k, HALF, [C.STAGES * C.DQ // DEPTH, C.BLOCK_N, DEPTH], SHARED)
+    v_bufs = reinterpret(buffers.v, HALF, [C.STAGES, C.BLOCK_N, C.DV], SHARED)
+    out_bufs = reinterpret(buffers.out, HALF, [C.CONSUMERS, 64, C.DV // C.OUT_PARTS], SHARED)
     none = gl.zeros([64, C.BLOCK_N], gl.float32, SCORES)
 
     # The very first tile of keys has nothing before it to overlap with.
     mbarrier.wait(q_full.index(0), 0)
-    word = read(words, 0, 4)
-    b, h, h_key, row = unpacked_place(read(words, C.Q_BUFFERS, 4))
-    target = _target(words, 0, C)
-    pieces, steps, first, masked = extent(word, C)
-    last = query_positions(q_position_ptr, q_position_strides, b, h, row, offset, WG, C, ROW)
+    item = read(items, 0, 4)
+    b, h, h_key, row = unpack_coords(read(items, C.Q_BUFFERS, 4))
+    split_slot = _split_slot(items, 0, C)
+    pieces, steps, first, masked = list_extent(item, C)
+    last = query_positions(given, b, h, row, WG, C, ROW)
     position_at = b.to(gl.int64) * k_position_strides[0] + h_key.to(gl.int64) * k_position_strides[1]
     mbarrier.wait(k_full.index(0), 0)
     scores_token = _start_scores(q_bufs, WG, k_bufs, 0, none, C)
     scores = warpgroup_mma_wait(0, [scores_token])
     if cap is not None:
         scores = capped(scores, cap)
-    scores = masked_scores(scores, last, starts, 0, first, k_position_ptr, position_at, N, C, window)
+    scores = masked_scores(scores, last, given, 0, first, position_at, C, window)
     _give_back(k_empty, 0, q_empty, steps == 1, C)
     weight, total, highest, rescale = _first_weights(scores, scale, reference, HALF, ROUNDED)
     if not BEHIND:
         operand = gl.convert_layout(weight.to(HALF), WEIGHT)
-    if TURNS and WG == 1:
-        give_turn(WG, M)
+    if PING_PONG and WG == 1:
+        ping_pong_arrive(WG, given.sizes.M)
     step = 0
     visit = 0
-    while word >= 0:
-        pieces, steps, first, masked = extent(word, C)
+    while item >= 0:
+        pieces, steps, first, masked = list_extent(item, C)
         q_tile = (visit % C.Q_BUFFERS) * C.CONSUMERS + WG
         sums = gl.zeros([64, C.DV], gl.float32, SUMS)
         for t in range(1, steps):
@@ -200,8 +200,8 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
             step += 1
             stage = step % C.STAGES
             mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
-            if TURNS:
-                await_turn(WG, step)
+            if PING_PONG:
+                ping_pong_wait(WG, step)
             scores_token = _start_scores(q_bufs, q_tile, k_bufs, stage, none, C)
             if BEHIND:
                 operand, sums = _made_ready(weight, sums, rescale, WEIGHT, HALF, reference)
@@ -209,15 +209,13 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
             sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
             # Of the two products in flight only the older one, the scores, is waited for.
             scores = warpgroup_mma_wait(1, [scores_token])
-            if TURNS:
-                give_turn(WG, step)
+            if PING_PONG:
+                ping_pong_arrive(WG, step)
             if reference is None:
                 if cap is not None:
                     scores = capped(scores, cap)
                 if t < masked:
-                    scores = masked_scores(
-                        scores, last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
-                    )  # fmt: skip
+                    scores = masked_scores(scores, last, given, stage, C.PIECES, position_at, C, window)
                 _give_back(k_empty, stage, q_empty, t == steps - 1, C)
                 if C.STAGES == 1:  # the next values can only be loaded when these are done with
                     sums = warpgroup_mma_wait(0, [sums_token])
@@ -225,9 +223,7 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
                 weight, parts, highest, rescale = softmax(scores, highest, scale, False, HALF, ROUNDED)
                 total = total * rescale + parts
             elif t < masked:  # each way has its powers: the compiler would move them behind the next wait
-                scores = masked_scores(
-                    capped(scores, cap), last, starts, stage, C.PIECES, k_position_ptr, position_at, N, C, window,
-                )  # fmt: skip
+                scores = masked_scores(capped(scores, cap), last, given, stage, C.PIECES, position_at, C, window)
                 _give_back(k_empty, stage, q_empty, t == steps - 1, C)
                 weight = capped_powers(scores, scale)
             else:
@@ -250,9 +246,9 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
             mbarrier.arrive(q_empty.index(visit % C.Q_BUFFERS), count=1)
         visit += 1
         mbarrier.wait(q_full.index(visit % C.Q_BUFFERS), (visit // C.Q_BUFFERS) & 1)
-        word = read(words, visit % C.Q_BUFFERS, 4)
-        place = read(words, C.Q_BUFFERS + visit % C.Q_BUFFERS, 4)
-        next_target = _target(words, visit % C.Q_BUFFERS, C)
+        item = read(items, visit % C.Q_BUFFERS, 4)
+        coords = read(items, C.Q_BUFFERS + visit % C.Q_BUFFERS, 4)
+        next_slot = _split_slot(items, visit % C.Q_BUFFERS, C)
         mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
         q_tile = (visit % C.Q_BUFFERS) * C.CONSUMERS + WG
         scores_token = _start_scores(q_bufs, q_tile, k_bufs, stage, none, C)
@@ -260,37 +256,35 @@ def consume(WG: gl.constexpr, C, sources, pointers, bars, bufs, strides, sizes, 
             operand, sums = _made_ready(weight, sums, rescale, WEIGHT, HALF, reference)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         sums_token = warpgroup_mma(operand, v_bufs.index(v_stage), sums, is_async=True)
-        next_b, next_h, next_key, next_row = unpacked_place(place)
-        pieces, steps, first, masked = extent(word, C)
-        last = query_positions(
-            q_position_ptr, q_position_strides, next_b, next_h, next_row, offset, WG, C, ROW,
-        )  # fmt: skip
+        next_b, next_h, next_key, next_row = unpack_coords(coords)
+        pieces, steps, first, masked = list_extent(item, C)
+        last = query_positions(given, next_b, next_h, next_row, WG, C, ROW)
         position_at = next_b.to(gl.int64) * k_position_strides[0] + next_key.to(gl.int64) * k_position_strides[1]
         whole = gl.convert_layout(gl.sum(total, 1), ROW)
         beside = of_rows(highest, ROW)
         if sinks_ptr is None:
             log2_sum = beside + gl.log2(whole)
         else:
-            log2_sum, whole = with_sink(beside, whole, sinks_ptr, h, target)
-        if C.CUT and target >= 0:
-            store_share_sums(share_sums_ptr, target, beside, whole, WG, C, ROW)
+            log2_sum, whole = with_sink(beside, whole, sinks_ptr, h, split_slot)
+        if C.SPLIT_KV and split_slot >= 0:
+            store_split_sums(given, split_slot, beside, whole, WG, C, ROW)
         else:
-            store_lse(lse_ptr, lse_strides, b, h, row, M, log2_sum, whole, WG, C, ROW)
+            store_lse(given, b, h, row, log2_sum, whole, WG, C, ROW)
         scores = warpgroup_mma_wait(1, [scores_token])
         if cap is not None:
             scores = capped(scores, cap)
-        scores = masked_scores(scores, last, starts, stage, first, k_position_ptr, position_at, N, C, window)
+        scores = masked_scores(scores, last, given, stage, first, position_at, C, window)
         _give_back(k_empty, stage, q_empty, steps == 1, C)
         weight, total, highest, rescale = _first_weights(scores, scale, reference, HALF, ROUNDED)
         sums, weight = warpgroup_mma_wait(0, [sums_token, weight])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         if not BEHIND:
             operand = gl.convert_layout(weight.to(HALF), WEIGHT)
-        if C.CUT and target >= 0:
-            store_share(share_out_ptr, sums, whole, target, WG, C)
+        if C.SPLIT_KV and split_slot >= 0:
+            store_split(given, sums, whole, split_slot, WG, C)
         else:
-            store_out(out_target, out_pieces, out_bufs, sums, whole, b, h, row, WG, C)
-        b, h, row, target = next_b, next_h, next_row, next_target
-    if TURNS and WG == 0:
-        await_turn(WG, step)
+            store_out(given, out_bufs, sums, whole, b, h, row, WG, C)
+        b, h, row, split_slot = next_b, next_h, next_row, next_slot
+    if PING_PONG and WG == 0:
+        ping_pong_wait(WG, step)
     tma.store_wait(0)

@@ -9,7 +9,7 @@ are in flight, and values likewise.
 How the consumers of `gather_attention_hopper.py` agree whether a row has seen enough.
 
 After a tile of keys each consumer posts votes for its queries (`post_vote`), and in the next step each combines the
-votes of all (`is_satisfied`), so that both decide alike. Votes and their barriers have two positions, used in turn.
+votes of all (`is_satisfied`), so that both decide alike. Votes and their barriers have two slots, used in turn.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from blocksparse.kernels.common.names_triton import reinterpret, thread_load
-from blocksparse.kernels.hopper.queue import read
 from blocksparse.kernels.hopper.rows import NEVER
+from blocksparse.kernels.hopper.tile_scheduler import read
 
 _EMPTY = gl.constexpr(2**32 - 1)  # the position of an empty slot: -1, read as unsigned
 
 
 @gluon.jit
-def _gather(source, stride, at, target, C):
-    """Starts to copy the rows with the numbers `at` into `target`, zeros for empty slots; `stride` is in bytes."""
+def _gather(source, stride, at, memory, C):
+    """Starts to copy the rows with the numbers `at` into `memory`, zeros for empty slots; `stride` is in bytes."""
     stride = gl.full([C.BLOCK_N], 0, gl.uint32, at.type.layout) + stride
     # One instruction multiplies two numbers of 32 bits into one of 64; the compiler would take a product of 64 bits.
     offset = gl.inline_asm_elementwise(
         "mul.wide.u32 $0, $1, $2;", "=l,r,r", [at, stride], gl.uint64, is_pure=True, pack=1
     )
     rows = source + gl.multiple_of(offset, 16)[:, None]
-    thread_load(target, rows, mask=(at != _EMPTY)[:, None])
+    thread_load(memory, rows, mask=(at != _EMPTY)[:, None])
 
 
 @gluon.jit
@@ -76,8 +76,8 @@ def load_gathered(C, given):
     k_bufs = reinterpret(k_halves, gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
     v_bufs = reinterpret(v_halves, gl.int8, [C.STAGES, C.BLOCK_N, 2 * C.D], BYTES)
     lanes = gl.arange(0, 2 * C.D, layout=gl.SliceLayout(0, EIGHTS))[None, :]
-    k_source = k_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
-    v_source = v_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
+    k_desc = k_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
+    v_desc = v_ptr.to(gl.pointer_type(gl.int8), bitcast=True) + lanes
     k_stride, v_stride = (strides[0] * 2).to(gl.uint32), (strides[1] * 2).to(gl.uint32)
     limit = limit.to(gl.uint32)
     column = gl.arange(0, C.BLOCK_N, layout=ALL)
@@ -93,7 +93,7 @@ def load_gathered(C, given):
     position = gl.where(there, gl.load(start + column), _EMPTY)
     at = gl.where(there, gl.load(start + row), _EMPTY)
     block = gl.load(lists + gl.minimum(last, 1) // C.K_SPLIT, mask=there, other=0)
-    _gather(k_source, k_stride, at, k_bufs.index(0), C)
+    _gather(k_desc, k_stride, at, k_bufs.index(0), C)
     async_copy.commit_group()
     _offer(slots, flags, position, limit, 0, one)
     start = slots_ptr + (gl.max(block, 0) * C.K_SPLIT + gl.minimum(last, 1) % C.K_SPLIT) * C.BLOCK_N
@@ -113,7 +113,7 @@ def load_gathered(C, given):
         mbarrier.wait(k_empty.index(stage), ((t // C.STAGES) & 1) ^ 1, pred=more)
         going = more & (read(halt, 0, 4) > t - C.STAGES)
         if going:
-            _gather(k_source, k_stride, next_at, k_bufs.index(stage), C)
+            _gather(k_desc, k_stride, next_at, k_bufs.index(stage), C)
             _offer(slots, flags, position, limit, stage, one)
         async_copy.commit_group()
         # All copies but these keys are done: the keys of the tile before, and the values of the one before that.
@@ -126,7 +126,7 @@ def load_gathered(C, given):
         later = gl.load(start + row)
         block = gl.load(lists + gl.minimum(t + 2, last) // C.K_SPLIT, mask=there, other=0)
         mbarrier.wait(v_empty.index(v_stage), v_phase)
-        _gather(v_source, v_stride, at, v_bufs.index(v_stage), C)
+        _gather(v_desc, v_stride, at, v_bufs.index(v_stage), C)
         async_copy.commit_group()
         at = next_at
         next_at = later
@@ -136,14 +136,14 @@ def load_gathered(C, given):
 
 
 @gluon.jit
-def post_vote(votes, voted, turn, gain, total, live, tau, WG: gl.constexpr, C, ROW: gl.constexpr):
+def post_vote(votes, voted, vote_round, gain, total, live, tau, WG: gl.constexpr, C, ROW: gl.constexpr):
     """Posts one vote for each warp's 16 queries, which is below 0 if they are satisfied.
 
     The vote is the most by which a query's gain exceeds `tau` times its sum before the block. With `MEAN` it is the sum,
-    over queries, of the gain's share less `tau`. Places without a query never vote against.
+    over queries, of the gain's share less `tau`. Slots without a query never vote against.
 
-    No wait is needed before turn `n + 2` overwrites turn `n`. This consumer has read turn `n + 1`, so the other one had
-    posted it. The other one reads turn `n` before it posts turn `n + 1`.
+    No wait is needed before round `n + 2` overwrites round `n`. This consumer has read round `n + 1`, so the other one had
+    posted it. The other one reads round `n` before it posts round `n + 1`.
     """
     if C.MEAN:
         added = gl.convert_layout(gl.sum(gain, 1), ROW)
@@ -153,20 +153,20 @@ def post_vote(votes, voted, turn, gain, total, live, tau, WG: gl.constexpr, C, R
     else:
         excess = gl.convert_layout(gl.sum(gain - tau * total, 1), ROW)
         vote = gl.max(gl.where(live, excess, -1.0).reshape([4, 16]), 1)
-    votes.index(turn % 2 * C.CONSUMERS + WG).store(vote)
+    votes.index(vote_round % 2 * C.CONSUMERS + WG).store(vote)
     if C.CONSUMERS == 2:
-        mbarrier.arrive(voted.index(turn % 2), count=1)
+        mbarrier.arrive(voted.index(vote_round % 2), count=1)
 
 
 @gluon.jit
-def is_satisfied(votes, voted, turn, C):
+def is_satisfied(votes, voted, vote_round, C):
     """Whether all queries of the row are satisfied, or with `MEAN` their mean is; both consumers get the same answer."""
     four: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     if C.CONSUMERS == 2:
-        mbarrier.wait(voted.index(turn % 2), (turn // 2) & 1)
-    each = votes.index(turn % 2 * C.CONSUMERS).load(four)
+        mbarrier.wait(voted.index(vote_round % 2), (vote_round // 2) & 1)
+    each = votes.index(vote_round % 2 * C.CONSUMERS).load(four)
     if C.CONSUMERS == 2:
-        other = votes.index(turn % 2 * C.CONSUMERS + 1).load(four)
+        other = votes.index(vote_round % 2 * C.CONSUMERS + 1).load(four)
         each = each + other if C.MEAN else gl.maximum(each, other)
     vote = gl.sum(each, 0) if C.MEAN else gl.max(each, 0)
     return vote < 0.0

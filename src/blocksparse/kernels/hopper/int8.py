@@ -18,7 +18,7 @@ on another.
 One step of a consumer on Hopper with 8-bit operands: two matrix products in flight, and the softmax between them.
 
 A step starts the scores of the next tile of keys, then the product of the last tile's weights with its values. It computes
-the softmax of the scores as soon as they are there. `hopper/queue.py` explains stages and barriers.
+the softmax of the scores as soon as they are there. `hopper/tile_scheduler.py` explains stages and barriers.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def whole_tile(
 
 @gluon.jit
 def masked_tile(
-    scores, highest, met, q_factor, shift, of_tokens, starts, stage, valid, last, k_position_ptr, position_at, N, C,
+    scores, highest, met, q_factor, shift, of_tokens, given, stage, valid, last, position_at, C,
     SKIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """The softmax over a tile of keys with a scale for each key, and with masks; it returns what `whole_tile` does.
@@ -244,7 +244,7 @@ def masked_tile(
     if C.PV8:
         logs = of_tokens.index(C.STAGES + stage).load(COLUMN)
         scores = scores + logs[None, :]
-    scores = masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_at, N, C)
+    scores = masked_scores(scores, last, given, stage, valid, position_at, C)
     LAYOUT: gl.constexpr = by_thread(scores).type.layout
     THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     row = gl.maximum(of_rows(highest, ROW), row_max(scores, ROW) - shift)
@@ -299,7 +299,7 @@ def products(operands, v_bufs, stage, sums, ON_TOP, C):
 
 @gluon.jit
 def step(
-    MASKED: gl.constexpr, C, bars, q, k_bufs, v_bufs, starts, of_tokens, of_tiles, last, position_at, k_position_ptr, N,
+    MASKED: gl.constexpr, C, given, q, k_bufs, v_bufs, of_tokens, of_tiles, last, position_at,
     q_factor, shift, pv_skip, stage, phase, highest, met, total, sums, weight, result, relative,
     ON_TOP, HALF: gl.constexpr, SKIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
@@ -309,7 +309,7 @@ def step(
     with fp8 `result` is what was added in fp32 before (`promoted`), relative to the maxima `relative`. `ON_TOP` says whether
     the product is added to `sums` or replaces them.
     """
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = given.barriers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
     SUMS: gl.constexpr = sums.type.layout
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 4 if C.PV8 else 2)
@@ -329,8 +329,7 @@ def step(
         mbarrier.arrive(v_empty.index(v_stage), count=1)
     if MASKED:
         new, met, weight, parts = masked_tile(
-            scores, highest, met, q_factor, shift, of_tokens, starts, stage, C.PIECES, last, k_position_ptr, position_at,
-            N, C, SKIP, BASE,
+            scores, highest, met, q_factor, shift, of_tokens, given, stage, C.PIECES, last, position_at, C, SKIP, BASE,
         )  # fmt: skip
         mbarrier.arrive(k_empty.index(stage), count=1)  # the softmax has read `starts` and `of_tokens`, too
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import head_strides
 from blocksparse.kernels.common.sizes import REMEMBERED, padded_keys, padded_values
-from blocksparse.kernels.hopper.queue import consumer_registers, registers
+from blocksparse.kernels.hopper.tile_scheduler import consumer_registers, registers
 from blocksparse.kernels.masks.arguments import Lists, TilesOnHopper
 from blocksparse.kernels.masks.grid import TokenPositions
 
@@ -41,7 +41,7 @@ def launch_of(
 
     The queries have their empty places as rows (`whole_rows`). `per_sm` programs run on each multiprocessor, and share
     the tiles of queries through a queue, whose counter is in `arguments`. With `entries` they share a list of work with
-    so many entries instead (`hopper/shares.py`).
+    so many entries instead (`hopper/split_kv.py`).
     """
     (B, Hq, M, D), (Hk, N), causal = q.shape, keys, positions.causal
     full_count, index = lists.full_count, lists.index

@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blocksparse.kernels.hopper.queue import read
+from blocksparse.kernels.hopper.tile_scheduler import read
 
 NEVER = gl.constexpr(2**31 - 1)  # the position of an empty slot: later than any query's
 # A row's first maximum: the least fp32 number, so that no logit lies below it, and finite, so that weights of rows without a
@@ -54,15 +54,17 @@ def partial_sum(weight):
 
 
 @gluon.jit
-def query_positions(q_position_ptr, strides, b, h, row, offset, WG: gl.constexpr, C, LAYOUT: gl.constexpr):
+def query_positions(given, b, h, row, WG: gl.constexpr, C, LAYOUT: gl.constexpr):
     """The last position that each of a consumer's 64 queries may see."""
-    place = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=LAYOUT)
+    slot = (row * C.CONSUMERS + WG) * 64 + gl.arange(0, 64, layout=LAYOUT)
     if not C.CAUSAL:
         last = gl.full([64], NEVER - 1, gl.int32, LAYOUT)
     elif C.Q_IN_ORDER:
-        last = place + offset
+        last = slot + given.sizes.offset
     else:
-        last = gl.load(q_position_ptr + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1] + place)
+        strides = given.strides.q_position
+        head = given.pointers.q_position + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1]
+        last = gl.load(head + slot)
     return last
 
 
@@ -159,13 +161,13 @@ def _bits_up_to(limit, THREAD: gl.constexpr, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def with_sink(highest, whole, sinks_ptr, h, target):
+def with_sink(highest, whole, sinks_ptr, h, split_slot):
     """Base-2 logarithm of a row's sum of weights, and the sum relative to `highest`, both with the sink of head `h`.
 
-    `whole` is the sum without it. Shares of a list, whose `target` is not below 0, get theirs when they are joined.
+    `whole` is the sum without it. Splits of a list, whose `split_slot` is not below 0, get theirs in `_combine`.
     """
     sink = gl.load(sinks_ptr + h) * 1.4426950408889634  # log2(e)
-    sink = gl.where(target >= 0, float("-inf"), sink)
+    sink = gl.where(split_slot >= 0, float("-inf"), sink)
     top = gl.maximum(highest, sink)
     of_keys = gl.exp2(highest - top)
     total = whole * of_keys + gl.exp2(sink - top)
@@ -174,10 +176,10 @@ def with_sink(highest, whole, sinks_ptr, h, target):
 
 
 @gluon.jit
-def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_at, N, C, window=None):
+def masked_scores(scores, last, given, stage, valid, position_at, C, window=None):
     """Scores, with -inf where a slot holds no key, or one after `last`, the last position that the query may see.
 
-    `starts` has the first slot of each of the tile's pieces, of which the first `valid` exist. With a `window` a query
+    `given.buffers.starts` has the first slot of each of the tile's pieces, of which the first `valid` exist. With a `window` a query
     sees that many positions, of which `last` is the last one.
     """
     PIECE: gl.constexpr = scores.shape[1] // C.PIECES
@@ -185,7 +187,9 @@ def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_a
         THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(scores).type.layout))
         bits = gl.zeros([64, 4], gl.int32, THREAD)
         for p in gl.static_range(C.PIECES):
-            limit = (last if C.CAUSAL else gl.minimum(last, N - 1)) - read(starts, stage * C.PIECES + p, 4)
+            limit = (last if C.CAUSAL else gl.minimum(last, given.sizes.N - 1)) - read(
+                given.buffers.starts, stage * C.PIECES + p, 4
+            )
             limit = gl.where(p < valid, limit, -1)
             seen = _bits_up_to(limit, THREAD, PIECE)
             if window is not None:
@@ -196,8 +200,8 @@ def masked_scores(scores, last, starts, stage, valid, k_position_ptr, position_a
         LAYOUT: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         column = gl.arange(0, scores.shape[1], layout=LAYOUT)
         for p in gl.static_range(C.PIECES):
-            start = read(starts, stage * C.PIECES + p, 4)
-            position = gl.load(k_position_ptr + position_at + start + column % PIECE)
+            start = read(given.buffers.starts, stage * C.PIECES + p, 4)
+            position = gl.load(given.pointers.k_position + position_at + start + column % PIECE)
             position = gl.where(position >= 0, position, NEVER)
             allowed = position[None, :] <= gl.where(p < valid, last, -1)[:, None]
             if window is not None:

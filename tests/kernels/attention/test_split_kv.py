@@ -1,4 +1,4 @@
-"""Lists cut into shares: the work for them, and what is joined; the kernels are interpreted on a CPU, compiled on a GPU."""
+"""Split-KV: the work list of split lists, and how their results are combined; the kernels are interpreted on a CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.machine import needs_hopper
 pytest.importorskip("triton")
 from blocksparse.execute.tiles import HopperTiles, tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
-from blocksparse.kernels.hopper import shares as module
-from blocksparse.kernels.hopper.shares import Shares, shares_of
+from blocksparse.kernels.hopper import split_kv as module
+from blocksparse.kernels.hopper.split_kv import SplitKV, split_kv
 from blocksparse.kernels.masks.arguments import LogitChange
 
-N, M = 65768, 232  # a chunk that begins at a block; lists are cut from 65536 keys on
+N, M = 65768, 232  # a chunk that begins at a block; lists are split from 65536 keys on
 
 
 def lists_of_any_length(
@@ -57,23 +57,23 @@ def first_of_batch(lists: BlockPlan) -> BlockPlan:
 
 
 def attend_by_entry(
-    shares: Shares, q: Tensor, k: Tensor, v: Tensor, grid: bs.Grid, out: Tensor, lse: Tensor, scale: float,
+    splits: SplitKV, q: Tensor, k: Tensor, v: Tensor, grid: bs.Grid, out: Tensor, lse: Tensor, scale: float,
     sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """What the attention kernel does with the list of work, in float64 torch; references are rounded to fp32, as there.
+    """What the attention kernel does with the work list, in float64 torch; references are rounded to fp32, as there.
 
-    Sinks join the lists that are not cut.
+    Sinks join the lists that are not split.
     """
-    lists, tile = shares.lists, shares.tile
+    lists, tile = splits.lists, splits.tile
     index = lists.index.expand(q.shape[0], -1, -1, -1)
     group, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2] if grid.causal else k.shape[2]
     q, k, v = q.double() * scale / math.log(2), k.double(), v.double()
-    for word, place, target in shares.work.T.tolist():
-        if word < 0:  # the last entry was before this one
-            assert (place, target) == (0, -1)
+    for item, coords, slot in splits.work.T.tolist():
+        if item < 0:  # the last entry was before this one
+            assert (coords, slot) == (0, -1)
             continue
-        first, full, partial = word & 0xFFFFFF, word >> 24 & 0xFFFFF, word >> 44
-        b, h, h_key, row = place >> 48, place >> 32 & 0xFFFF, place >> 16 & 0xFFFF, place & 0xFFFF
+        first, full, partial = item & 0xFFFFFF, item >> 24 & 0xFFFFF, item >> 44
+        b, h, h_key, row = coords >> 48, coords >> 32 & 0xFFFF, coords >> 16 & 0xFFFF, coords & 0xFFFF
         assert h_key == h // group
         of_row = index[b, h * index.shape[1] // q.shape[1], row * tile // lists.q_block]
         blocks = of_row[first : first + full + partial].long()
@@ -87,15 +87,15 @@ def attend_by_entry(
         weight = (logits - reference[:, None]).exp2()
         total = weight.sum(-1)
         mean = (weight @ v[b, h_key, key] / total[:, None]).nan_to_num(0.0)
-        if target < 0:
+        if slot < 0:
             lse_of_keys = whole = (reference + total.log2()) * math.log(2)
             if sinks is not None:
                 whole = whole.logaddexp(sinks[h].double())
             out[b, h, query] = (mean * (lse_of_keys - whole).exp().nan_to_num(0.0)[:, None]).to(out.dtype)
             lse[b, h, query] = whole.float()
         else:
-            shares.out[target, : len(query), : v.shape[3]] = mean.float()
-            shares.sums[target, :, : len(query)] = torch.stack((reference, total.float()))
+            splits.out[slot, : len(query), : v.shape[3]] = mean.float()
+            splits.sums[slot, :, : len(query)] = torch.stack((reference, total.float()))
 
 
 def large_logits(
@@ -104,7 +104,7 @@ def large_logits(
     """`q` `[2, 2, M, D]`, `k` `[2, 1, N, D]`, `v` `[2, 1, N, Dv]` and a scale, for logits of `size` and about 4 more or less.
 
     Scores are whole numbers that fp32 holds, so that a kernel may lose nothing of them. Values grow from 0 to 1 along the
-    keys, so that a share with a wrong weight changes the mean.
+    keys, so that a split with a wrong weight changes the mean.
     """
     q, k = (torch.randint(0, 2, (2, heads, n, D)) * 2.0 - 1.0 for heads, n in ((2, queries), (1, N)))
     bits = round(math.log2(size))
@@ -120,7 +120,7 @@ def large_logits(
     ("q_block", "k_block", "tile", "causal", "heads", "one_mask"),
     [(128, 128, 128, True, 1, False), (64, 64, 64, True, 2, True), (256, 128, 128, False, 1, True)],
 )
-def test_joined_shares_are_the_whole(
+def test_combined_splits_are_the_whole(
     q_block: int, k_block: int, tile: int, causal: bool, heads: int, one_mask: bool, device: str
 ) -> None:
     q, k, v = make_qkv(B=2, Hq=2, Hkv=1, N=N, M=M, D=8, Dv=24, dtype=torch.float32, device=device)
@@ -128,11 +128,11 @@ def test_joined_shares_are_the_whole(
         q, k, bs.GlobalPermutation(), q_block=q_block, k_block=k_block, causal=causal, heads=heads
     )
     lists = first_of_batch(lists) if one_mask else lists
-    shares = shares_of((2, q.shape[1]), (1, N), 24, lists, tile)
-    assert shares is not None
+    splits = split_kv((2, q.shape[1]), (1, N), 24, lists, tile)
+    assert splits is not None
     out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
-    attend_by_entry(shares, q, k, v, grid, out, lse, 0.2)
-    shares.join(out, lse)
+    attend_by_entry(splits, q, k, v, grid, out, lse, 0.2)
+    splits.combine(out, lse)
     in_float64 = sparse_attention_reference(q.double(), k.double(), v.double(), lists, grid.positions, scale=0.2)
     torch.testing.assert_close(out, in_float64[0].float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, in_float64[1], rtol=1e-4, atol=1e-5)
@@ -140,16 +140,16 @@ def test_joined_shares_are_the_whole(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1e4, 1e5, 1e6])
-def test_shares_of_large_logits_are_the_whole(size: float, device: str) -> None:
+def test_splits_of_large_logits_are_the_whole(size: float, device: str) -> None:
     """With a sink that weighs as much as the keys, whose product with log2(e) fp32 rounds, and without one."""
     q, k, v, scale = large_logits(size, M, 8, 24, torch.float32, device)
     lists, grid = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
-    shares = shares_of((2, q.shape[1]), (1, N), 24, lists, 128)
-    assert shares is not None
+    splits = split_kv((2, q.shape[1]), (1, N), 24, lists, 128)
+    assert splits is not None
     sinks = torch.tensor([float("-inf"), size + 12], device=device)
     out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
-    attend_by_entry(shares, q, k, v, grid, out, lse, scale, sinks)
-    shares.join(out, lse, sinks)
+    attend_by_entry(splits, q, k, v, grid, out, lse, scale, sinks)
+    splits.combine(out, lse, sinks)
     assert_exact_logits(out, lse, q, k, v, lists, grid, scale, sinks, 1e-5)
 
 
@@ -170,23 +170,23 @@ def assert_exact_logits(
 
 
 def test_queries_that_see_no_key(device: str) -> None:
-    """In some shares, or in none of them; a NaN stays in its row."""
+    """In some splits, or in none of them; a NaN stays in its row."""
     counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
     lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
-    shares = shares_of((1, 1), (1, 65536), 64, lists, 128)
-    assert shares is not None
-    targets = [target for target in shares.work[2].tolist() if target >= 0]
-    assert len(targets) == 4
+    splits = split_kv((1, 1), (1, 65536), 64, lists, 128)
+    assert splits is not None
+    slots = [slot for slot in splits.work[2].tolist() if slot >= 0]
+    assert len(slots) == 4
     lse = torch.randn(4, 128, dtype=torch.float64, device=device)
     parts = torch.randn(4, 128, 64, dtype=torch.float64, device=device)
     lse[0, ::3] = lse[2, ::4] = lse[:, 5] = float("-inf")
     parts[lse == float("-inf")] = 0.0
     parts[1, 7] = float("nan")
     reference = (lse / math.log(2)).floor().clamp_min(torch.finfo(torch.float32).min)
-    shares.sums[targets] = torch.stack((reference, (lse / math.log(2) - reference).exp2()), 1).float()
-    shares.out[targets] = parts.float()
+    splits.sums[slots] = torch.stack((reference, (lse / math.log(2) - reference).exp2()), 1).float()
+    splits.out[slots] = parts.float()
     out, out_lse = torch.empty(1, 1, 128, 64, device=device), torch.empty(1, 1, 128, device=device)
-    shares.join(out, out_lse)
+    splits.combine(out, out_lse)
     want = torch.einsum("sq,sqd->qd", lse.softmax(0).nan_to_num(0.0), parts)
     torch.testing.assert_close(out[0, 0].double(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(out_lse[0, 0].double(), lse.logsumexp(0), rtol=1e-5, atol=1e-5)
@@ -196,45 +196,44 @@ def test_queries_that_see_no_key(device: str) -> None:
 
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e9, 1e30])
 def test_large_logits_lose_nothing(size: float, device: str) -> None:
-    """Shares have equal weights, beside any reference, where a logarithm of their sums would round them away."""
+    """Splits have equal weights, beside any reference, where a logarithm of their sums would round them away."""
     counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
     lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
-    shares = shares_of((1, 1), (1, 65536), 64, lists, 128)
-    assert shares is not None
-    targets = [target for target in shares.work[2].tolist() if target >= 0]
+    splits = split_kv((1, 1), (1, 65536), 64, lists, 128)
+    assert splits is not None
+    slots = [slot for slot in splits.work[2].tolist() if slot >= 0]
     weights = torch.tensor([1.0, 2.3, 5.1, 0.7], device=device)
-    shares.sums[targets, 0], shares.sums[targets, 1] = size, weights[:, None].expand(4, 128)
-    shares.out[targets] = torch.arange(4.0, device=device)[:, None, None].expand(4, 128, 64)
+    splits.sums[slots, 0], splits.sums[slots, 1] = size, weights[:, None].expand(4, 128)
+    splits.out[slots] = torch.arange(4.0, device=device)[:, None, None].expand(4, 128, 64)
     out, lse = torch.empty(1, 1, 128, 64, device=device), torch.empty(1, 1, 128, device=device)
-    shares.join(out, lse)
+    splits.combine(out, lse)
     want = float(weights @ torch.arange(4.0, device=device) / weights.sum())
     torch.testing.assert_close(out, torch.full_like(out, want), rtol=1e-6, atol=0)
-    shares.join(out, lse, torch.full((1,), float("-inf"), device=device))
+    splits.combine(out, lse, torch.full((1,), float("-inf"), device=device))
     torch.testing.assert_close(out, torch.full_like(out, want), rtol=1e-6, atol=0)
-    shares.join(out, lse, torch.full((1,), size * math.log(2), device=device))
+    splits.combine(out, lse, torch.full((1,), size * math.log(2), device=device))
     assert bool(out.isfinite().all())
 
 
 def test_the_longest_lists_come_first_and_none_is_long(device: str) -> None:
     q, k, _ = make_qkv(B=2, Hq=4, Hkv=2, N=N, M=M, D=8, dtype=torch.float32, device=device)
     lists, _ = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
-    shares = shares_of((2, q.shape[1]), (2, N), 8, lists, 128)
-    assert shares is not None
-    words, places, targets = shares.work.tolist()
-    existing = words.index(-1)
-    blocks = [(word >> 24 & 0xFFFFF) + (word >> 44) for word in words[:existing]]
+    splits = split_kv((2, q.shape[1]), (2, N), 8, lists, 128)
+    assert splits is not None
+    items, coords, slots = splits.work.tolist()
+    existing = items.index(-1)
+    blocks = [(item >> 24 & 0xFFFFF) + (item >> 44) for item in items[:existing]]
     kept = lists.full_count + lists.partial_count
     assert sum(blocks) == kept.sum()
-    assert max(blocks) <= shares.sizes.longest < kept.max()
-    taken = [target for target in targets if target >= 0]
+    assert max(blocks) <= splits.sizes.longest < kept.max()
+    taken = [slot for slot in slots if slot >= 0]
     assert len(set(taken)) == len(taken)
-    assert max(taken) < shares.entries
-    # The first entry of a list comes before that of each list with fewer shares.
-    places = places[:existing]
-    first = {place: places.index(place) for place in places}
-    assert len(first) == shares.sizes.tiles
-    by_turn = sorted(first, key=lambda place: first[place])
-    number = [places.count(place) for place in by_turn]
+    assert max(taken) < splits.entries
+    # The first entry of a list comes before that of each list with fewer splits.
+    coords = coords[:existing]
+    first = {tile: coords.index(tile) for tile in coords}
+    assert len(first) == splits.sizes.tiles
+    number = [coords.count(tile) for tile in sorted(first, key=lambda tile: first[tile])]
     assert number == sorted(number, reverse=True)
     assert number[0] > number[-1]
 
@@ -252,8 +251,8 @@ def test_the_longest_lists_come_first_and_none_is_long(device: str) -> None:
         (1 << 20, 8192, 32, 64, 2),
     ],
 )
-def test_how_many_shares(keys: int, queries: int, heads: int, Dv: int, most: int) -> None:
-    """Few enough for what the list of work and the results may take; none where other work is enough."""
+def test_how_many_splits(keys: int, queries: int, heads: int, Dv: int, most: int) -> None:
+    """Few enough for what the work list and the results may take; none where other work is enough."""
     rows, cols = -(-queries // 128), -(-keys // 128)
     counts = torch.zeros(1, 1, 1, dtype=torch.int32).expand(1, heads, rows)
     lists = BlockPlan(counts, counts, counts[..., None].expand(-1, -1, -1, cols), 128, 128)
@@ -280,7 +279,7 @@ def test_how_many_shares(keys: int, queries: int, heads: int, Dv: int, most: int
         (200, 256, 72, 64, 64, True, 1, True),
     ],
 )
-def test_attention_over_shares(
+def test_attention_over_splits(
     queries: int, D: int, Dv: int, q_block: int, k_block: int, causal: bool, heads: int, ordered: bool, dtype: torch.dtype
 ) -> None:  # fmt: skip
     """Against float64, with the tiles that a pipeline takes; one mask for both prompts where keys are in order."""
@@ -295,7 +294,7 @@ def test_attention_over_shares(
     lists = first_of_batch(lists) if ordered else lists
     tiles = tuned(q, k, v, q_block, k_block)
     assert isinstance(tiles, HopperTiles)
-    assert shares_of((2, q.shape[1]), (1, N), Dv, lists, 64 * tiles.consumers) is not None
+    assert split_kv((2, q.shape[1]), (1, N), Dv, lists, 64 * tiles.consumers) is not None
     heavy = torch.tensor([0.5, 11.0], device="cuda")  # the second weighs as much as thousands of keys
     for sinks in (None, heavy):
         change = LogitChange(sinks=sinks)
@@ -317,7 +316,7 @@ def test_attention_over_shares(
     ("D", "Dv", "q_block", "k_block"),
     [(128, 128, 128, 128), (64, 64, 128, 128), (128, 128, 64, 64), (192, 128, 128, 64), (256, 256, 128, 128)],
 )
-def test_attention_to_large_logits_over_shares(
+def test_attention_to_large_logits_over_splits(
     D: int, Dv: int, q_block: int, k_block: int, size: float, dtype: torch.dtype
 ) -> None:
     """Weights and outputs are each rounded to their dtype once, by half of its `eps` at most."""
@@ -325,7 +324,7 @@ def test_attention_to_large_logits_over_shares(
     lists, grid = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=q_block, k_block=k_block, causal=True)
     tiles = tuned(q, k, v, q_block, k_block)
     assert isinstance(tiles, HopperTiles)
-    assert shares_of((2, q.shape[1]), (1, N), Dv, lists, 64 * tiles.consumers) is not None
+    assert split_kv((2, q.shape[1]), (1, N), Dv, lists, 64 * tiles.consumers) is not None
     sinks = torch.tensor([float("-inf"), size + 12], device="cuda")
     change = LogitChange(sinks=sinks)
     out, lse = sparse_attention(q, k, v, lists, grid.positions, tiles, scale=scale, change=change)

@@ -1,9 +1,10 @@
-"""The queue of work of the persistent kernels for Hopper, and what their warps agree on.
+"""The persistent tile scheduler of the kernels for Hopper: work items, their coordinates, and rings of barriers.
 
-Words that these kernels share:
+Terms that these kernels share:
 
     tile of queries  what a program computes at a time: 64 queries for each of its consumers, all of one head and of one
-                     row of blocks. Such tiles are numbered across the launch, and the queue hands the numbers out.
+                     row of blocks. Such tiles are numbered across the launch, and the scheduler, a counter in
+                     global memory, hands the numbers out.
     row              in the kernels, the number of a tile of queries within its head; `row // Q_SPLIT` is the row of
                      the mask's blocks whose list it uses.
     tile of keys     the `BLOCK_N` keys that one step of a consumer computes.
@@ -17,7 +18,7 @@ the masked steps come first. Step 0 is always masked: if the number of pieces is
 step with fewer. Whether a later step is masked follows from the counts of blocks alone (`extent`).
 """
 
-# No `from __future__ import annotations` here: Triton reads the annotations of `Constants` as objects, not as strings.
+from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from blocksparse.kernels.common.names_triton import aggregate
+from blocksparse.kernels.hopper.arguments import Barriers
 
 LOADER_REGISTERS = gl.constexpr(24)  # of each thread of a loading warp, once registers are reallocated
 
@@ -64,59 +65,14 @@ def consumer_registers(consumers: int, per_sm: int) -> int:
     return int((registers(consumers, per_sm) * (consumers + 1) - LOADER_REGISTERS.value) // consumers // 8 * 8)
 
 
-@aggregate
-class Constants:
-    """Compile-time constants of a kernel. Constants in a plain tuple would turn into run-time values."""
-
-    DQ: gl.constexpr  # head dim of queries and keys, padded to a multiple of 64 (`padded_keys`)
-    DV: gl.constexpr  # head dim of values, padded to 64, 128 or 256 (`padded_values`)
-    CONSUMERS: gl.constexpr  # warp groups that compute 64 queries each
-    BLOCK_N: gl.constexpr  # keys in a tile of keys
-    STAGES: gl.constexpr  # tiles of keys, and of values, in shared memory
-    Q_BUFFERS: gl.constexpr  # tiles of queries in shared memory, 1 or 2
-    # parts of the output's columns, 1 or 2, that leave through the same shared memory in turn
-    OUT_PARTS: gl.constexpr
-    PIECES: gl.constexpr  # pieces that fill a tile of keys
-    K_SPLIT: gl.constexpr  # pieces per block
-    Q_SPLIT: gl.constexpr  # tiles of queries per row of blocks
-    CAUSAL: gl.constexpr
-    Q_IN_ORDER: gl.constexpr  # a query's position follows from its place, and is not read
-    K_IN_ORDER: gl.constexpr  # a key's position is its slot, and is not read
-    QK8: gl.constexpr  # queries and keys are int8
-    PV8: gl.constexpr  # weights and values are fp8; the values are then stored transposed
-    CUT: gl.constexpr  # the queue hands out entries of a list of work (`hopper/shares.py`), not tiles of queries
-
-    @gluon.constexpr_function
-    def __init__(
-        self, DQ, DV, CONSUMERS, BLOCK_N, STAGES, Q_BUFFERS, OUT_PARTS, PIECES, K_SPLIT, Q_SPLIT, CAUSAL, Q_IN_ORDER,
-        K_IN_ORDER, QK8, PV8, CUT,
-    ):  # fmt: skip
-        self.DQ = gl.constexpr(DQ)
-        self.DV = gl.constexpr(DV)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.STAGES = gl.constexpr(STAGES)
-        self.Q_BUFFERS = gl.constexpr(Q_BUFFERS)
-        self.OUT_PARTS = gl.constexpr(OUT_PARTS)
-        self.PIECES = gl.constexpr(PIECES)
-        self.K_SPLIT = gl.constexpr(K_SPLIT)
-        self.Q_SPLIT = gl.constexpr(Q_SPLIT)
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.Q_IN_ORDER = gl.constexpr(Q_IN_ORDER)
-        self.K_IN_ORDER = gl.constexpr(K_IN_ORDER)
-        self.QK8 = gl.constexpr(QK8)
-        self.PV8 = gl.constexpr(PV8)
-        self.CUT = gl.constexpr(CUT)
-
-
 @gluon.jit
-def place_of(word, rows, kv_heads, group):
-    """Batch entry, query head, KV head and row of a tile of queries, from its number or from the queue's word.
+def tile_coords(item, rows, kv_heads, group):
+    """Batch entry, query head, KV head and row of a tile of queries, from its number or from its work item.
 
     Numbers run through one KV head after the other. Within a KV head they run through the rows, the last one first, and
     within a row through the `group` query heads that share the KV head.
     """
-    tile = (word & 0xFFFFFF).to(gl.int32)
+    tile = (item & 0xFFFFFF).to(gl.int32)
     per_key = rows * group
     key = tile // per_key
     within = tile % per_key
@@ -125,40 +81,40 @@ def place_of(word, rows, kv_heads, group):
 
 
 @gluon.jit
-def packed_place(b, h, h_key, row):
-    """The place of a tile of queries in an int64.
+def pack_coords(b, h, h_key, row):
+    """The coordinates of a tile of queries in an int64.
 
         bits 0 to 15    row, the number of the tile of queries in its head
         bits 16 to 31   KV head
         bits 32 to 47   query head
         bits 48 to 63   batch entry, below 2^15, for the shift that unpacks it copies the sign
 
-    Only `load_keys` works it out, since `place_of` divides, and hands it to the other warps.
+    Only `load_keys` works it out, since `tile_coords` divides, and hands it to the other warps.
     """
     return (b.to(gl.int64) << 48) | (h.to(gl.int64) << 32) | (h_key.to(gl.int64) << 16) | row
 
 
 @gluon.jit
-def unpacked_place(place):
-    """Batch entry, query head, KV head and row of a `packed_place`."""
+def unpack_coords(coords):
+    """Batch entry, query head, KV head and row of a `pack_coords`."""
     return (
-        (place >> 48).to(gl.int32), ((place >> 32) & 0xFFFF).to(gl.int32), ((place >> 16) & 0xFFFF).to(gl.int32),
-        (place & 0xFFFF).to(gl.int32),
+        (coords >> 48).to(gl.int32), ((coords >> 32) & 0xFFFF).to(gl.int32), ((coords >> 16) & 0xFFFF).to(gl.int32),
+        (coords & 0xFFFF).to(gl.int32),
     )  # fmt: skip
 
 
 @gluon.jit
-def extent(word, C):
-    """The pieces and steps of a row's list, from the counts in the queue's word (`word_of`).
+def list_extent(item, C):
+    """The pieces and steps of a row's list, from the counts in the work item (`pack_item`).
 
     Returns four numbers. The first is the number of pieces in the list. The second is the number of steps, that of its tiles
     of keys and at least 1. The third is the number of pieces in step 0, from 1 to `PIECES` unless the list is empty. The
-    last is the number of masked steps: step 0, and as many as the partial blocks need beyond it. The word -1 counts as one
+    last is the number of masked steps: step 0, and as many as the partial blocks need beyond it. The item -1 counts as one
     of an empty list.
     """
-    word = gl.maximum(word, 0)
-    full = ((word >> 24) & 0xFFFFF).to(gl.int32) * C.K_SPLIT
-    partial = (word >> 44).to(gl.int32) * C.K_SPLIT
+    item = gl.maximum(item, 0)
+    full = ((item >> 24) & 0xFFFFF).to(gl.int32) * C.K_SPLIT
+    partial = (item >> 44).to(gl.int32) * C.K_SPLIT
     pieces = full + partial
     steps = gl.maximum((pieces + C.PIECES - 1) // C.PIECES, 1)
     first = pieces - (steps - 1) * C.PIECES
@@ -167,46 +123,43 @@ def extent(word, C):
 
 
 @gluon.jit
-def first_block(word, C):
-    """Where in its row's list the work begins: at block 0, unless lists are cut and the word's lowest 24 bits say where."""
+def first_block(item, C):
+    """Where in its row's list the work begins: at block 0, or with `SPLIT_KV` where the item's lowest 24 bits say."""
     block = 0
-    if C.CUT:
-        block = (gl.maximum(word, 0) & 0xFFFFFF).to(gl.int32)
+    if C.SPLIT_KV:
+        block = (gl.maximum(item, 0) & 0xFFFFFF).to(gl.int32)
     return block
 
 
 @gluon.jit
-def counts_of(tile, full_count_ptr, partial_count_ptr, count_strides, rows, kv_heads, group, heads_per_mask, C):
+def counts_of(tile, given, C):
     """Numbers of full and of partial blocks in the list of a tile of queries."""
-    b, h, h_key, row = place_of(tile, rows, kv_heads, group)
-    at = (
-        b.to(gl.int64) * count_strides[0]
-        + (h // heads_per_mask).to(gl.int64) * count_strides[1]
-        + row // C.Q_SPLIT
-    )
-    return gl.load(full_count_ptr + at), gl.load(partial_count_ptr + at)
+    sizes, strides = given.sizes, given.strides.counts
+    b, h, h_key, row = tile_coords(tile, sizes.rows, sizes.kv_heads, sizes.group)
+    at = b.to(gl.int64) * strides[0] + (h // sizes.heads_per_mask).to(gl.int64) * strides[1] + row // C.Q_SPLIT
+    return gl.load(given.pointers.full_count + at), gl.load(given.pointers.partial_count + at)
 
 
 @gluon.jit
-def word_of(tile, tiles, full, partial):
-    """The queue's word: the number of a tile of queries and the counts of its row in one int64; -1 after the last tile.
+def pack_item(tile, tiles, full, partial):
+    """A packed work item: the number of a tile of queries and the counts of its row in one int64; -1 after the last tile.
 
         bits 0 to 23    number of the tile of queries
         bits 24 to 43   full blocks in its row's list
         bits 44 to 63   partial blocks, below 2^19: the sign bit stays 0, so that only -1 is negative
 
-    Where lists are cut, words come from the list of work instead, and bits 0 to 23 name a block (`hopper/shares.py`).
-    `HopperTiles.too_many` refuses what does not fit. It is one word, because Triton 3.6 drops a value that a loop
+    Where lists are split, items come from the work list instead, and bits 0 to 23 name a block (`hopper/split_kv.py`).
+    `HopperTiles.too_many` refuses what does not fit. It is one number, because Triton 3.6 drops a value that a loop
     carries only to bound an inner loop.
     """
-    word = tile.to(gl.int64) | (full.to(gl.int64) << 24) | (partial.to(gl.int64) << 44)
-    return gl.where(tile < tiles, word, -1)
+    item = tile.to(gl.int64) | (full.to(gl.int64) << 24) | (partial.to(gl.int64) << 44)
+    return gl.where(tile < tiles, item, -1)
 
 
 @gluon.jit
-def read(words, slot, NUM_WARPS: gl.constexpr):
-    """The one number in `words[slot]` in shared memory, as a scalar of every thread of `NUM_WARPS` warps."""
-    return gl.max(words.index(slot).load(gl.BlockedLayout([1], [32], [NUM_WARPS], [0])), 0)
+def read(numbers, i, NUM_WARPS: gl.constexpr):
+    """`numbers[i]` in shared memory as a scalar of every thread of `NUM_WARPS` warps."""
+    return gl.max(numbers.index(i).load(gl.BlockedLayout([1], [32], [NUM_WARPS], [0])), 0)
 
 
 @gluon.jit
@@ -225,7 +178,7 @@ def make_rings(C):
     A loading warp waits for the empty barrier of a buffer, and starts bulk copies that report their bytes to its full
     barrier. It tells the full barrier once how many bytes to expect, which is also its one arrival. A reader waits for the
     full barrier, and arrives at the empty one when it has read everything that the buffer holds. Both consumers read every
-    buffer. The warp that loads values reads the queue's words, which come with the queries: one arrival more.
+    buffer. The warp that loads values reads the work items, which come with the queries: one arrival more.
 
     Use `i` of a ring of `n` buffers takes buffer `i % n`, in phase `i // n` of its barriers. To wait names the parity of a
     phase, and passes once that phase is over. So readers wait for `(i // n) & 1` of the full barrier. A loading warp waits
@@ -240,4 +193,4 @@ def make_rings(C):
     v_full = make_barriers(C.STAGES, 1)
     v_empty = make_barriers(C.STAGES, C.CONSUMERS)
     fence_async_shared()
-    return q_full, q_empty, k_full, k_empty, v_full, v_empty
+    return Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)

@@ -1,27 +1,27 @@
-"""Long lists cut into shares, for launches on Hopper that have few tiles of queries.
+"""Split-KV on Hopper: long lists are split, for launches that have few tiles of queries.
 
 A chunk of a prompt has few tiles of queries, and their lists differ in length. Of the 512 tiles of 2048 queries over 128K
 keys, one may keep 569 blocks where the average is 83. A program that walks such a list from end to end then works on when no
-other has work left. So where there are few tiles and many keys (`shares_of`), a list of more than `longest` blocks is cut
-into equal shares:
+other has work left. So where there are few tiles and many keys (`split_kv`), a list of more than `longest` blocks is divided
+into equal splits:
 
-    1. `_cut` writes a list of work, with an entry for each share. A list that is not cut has one entry.
-    2. The queue of the attention kernel hands out these entries instead of tiles of queries. The result of a list that is
-        not cut goes to the output. The result of a share goes to `Shares.out` and `Shares.sums`, as if that share were the
-        whole list.
-    3. `_join` adds up the shares of each list that was cut, each weighted by its part of the softmax's denominator. It gets
-       this part as a sum of weights and the logit that these are relative to, so that large logits stay exact.
+    1. `_split` writes a work list, with an entry for each split. A list that is not divided has one entry.
+    2. The scheduler of the attention kernel hands out these entries instead of tiles of queries. The result of a list that is
+        not divided goes to the output. The result of a split goes to `SplitKV.out` and `SplitKV.sums`, as if that split were
+        the whole list.
+    3. `_combine` adds up the splits of each list, each weighted by its part of the softmax's denominator. It gets this part as
+       a sum of weights and the logit that these are relative to, so that large logits stay exact.
 
-Whether and where a list is cut follows from shapes and from its own length, never from other lists, and nothing is read
-back to the host. Shares of the lists with most shares come first in the list of work, so that the longest lists begin
-first and short ones fill the end of the launch.
+Whether and where a list is divided follows from shapes and from its own length, never from other lists, and nothing is read
+back to the host. Splits of the lists with most splits come first in the work list, so that the longest lists begin first and
+short ones fill the end of the launch.
 
-An entry of the list of work is three int64, which the warp that loads keys hands to the other warps:
+An entry of the work list is three int64, which the warp that loads keys hands to the other warps:
 
-    word     the share's first block in its row's list (bits 0 to 23), and how many full blocks (bits 24 to 43) and partial
-             blocks (bits 44 to 63) it has; -1 in entries after the last one
-    place    that of the tile of queries, as `packed_place` of `hopper/queue.py` has it
-    target   the number of the share's result among all results of shares; -1 if the list is not cut
+    item        the split's first block in its row's list (bits 0 to 23), and how many full blocks (bits 24 to 43) and partial
+                blocks (bits 44 to 63) it has; -1 in entries after the last one
+    coords      those of the tile of queries, as `pack_coords` of `hopper/tile_scheduler.py` has them
+    split slot  the number of the split's result among all results of splits; -1 if the list is not divided
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from blocksparse.kernels.common.sizes import REMEMBERED, cdiv, empty_together, p
 from blocksparse.kernels.masks.arguments import Lists
 from blocksparse.launch.launches import remembered
 
-# Lists are cut if there are so many keys: with fewer, two more launches take the host longer than they save;
+# Lists are split if there are so many keys: with fewer, two more launches take the host longer than they save;
 _KEYS = 65536
 # and if there are so many keys for each row of all tiles of queries: with fewer, all programs have enough to do.
 _KEYS_PER_ROW = 2
-_SHORTEST = 4096  # keys that a share has room for at least, since its result goes through memory in fp32
-_MOST_BYTES = 2**28  # of the results of shares
-_MOST_ENTRIES = 4096  # of the list of work, which one program writes
-_ROWS = 32  # queries that a program of `_join` adds up
+_SHORTEST = 4096  # keys that a split has room for at least, since its result goes through memory in fp32
+_MOST_BYTES = 2**28  # of the results of splits
+_MOST_ENTRIES = 4096  # of the work list, which one program writes
+_ROWS = 32  # queries that a program of `_combine` adds up
 _OF_PROMPT = [
     *("full_count_ptr", "partial_count_ptr", "count_stride_b", "count_stride_h"),
     *("tiles", "most", "longest", "rows"),
@@ -58,8 +58,8 @@ class _Sizes(NamedTuple):
     """What shapes decide, as both kernels take it."""
 
     tiles: int  # tiles of queries in the launch
-    most: int  # shares that a list is cut into at most
-    longest: int  # blocks in a share at most
+    most: int  # splits of a list at most
+    longest: int  # blocks in a split at most
     rows: int  # tiles of queries in a head
     kv_heads: int
     group: int  # query heads that share a KV head
@@ -67,10 +67,10 @@ class _Sizes(NamedTuple):
 
 
 @frozen(eq=False)
-class Shares:
-    """The list of work of a launch, and where results of shares go."""
+class SplitKV:
+    """The work list of a launch, and where results of splits go."""
 
-    work: Tensor  # [3, entries] int64: words, places and targets
+    work: Tensor  # [3, entries] int64: items, coordinates and split slots
     out: Tensor  # [entries, queries, DV] fp32, DV being the padded head dim of values
     sums: Tensor  # [entries, 2, queries] fp32: the reference of each query's weights, in base 2, and their sum
     lists: Lists
@@ -81,24 +81,24 @@ class Shares:
     def entries(self) -> int:
         return self.work.shape[1]
 
-    def join(self, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
-        """Write the rows of `out` `[B, Hq, M, Dv]` and of `lse` `[B, Hq, M]` whose lists were cut.
+    def combine(self, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+        """Write the rows of `out` `[B, Hq, M, Dv]` and of `lse` `[B, Hq, M]` whose lists were split.
 
         `sinks` `[Hq]` fp32 are one more logit of each query head, which has no value.
         """
         M, Dv = out.shape[2:]
         lists = self.lists
-        _join[(self.sizes.tiles, self.tile // _ROWS)](
+        _combine[(self.sizes.tiles, self.tile // _ROWS)](
             lists.full_count, lists.partial_count, *head_strides(lists.full_count), *self.sizes,
             self.out, self.sums, sinks, out, lse, out.stride()[:3], *lse.stride()[:2], M, Dv,
             Q_SPLIT=lists.q_block // self.tile, TILE=self.tile, DV=self.out.shape[-1], ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
 
 
-def shares_of(
+def split_kv(
     batch: tuple[int, int], keys: tuple[int, int], head_dim: int, lists: Lists, tile: int
-) -> Shares | None:
-    """How the lists of a launch are cut, or None where they are not.
+) -> SplitKV | None:
+    """How the lists of a launch are split, or None where they are not.
 
     Args:
         batch: the number of batch entries and of query heads.
@@ -112,12 +112,12 @@ def shares_of(
         return None
     entries = sizes.tiles * sizes.most
     work = counts.new_empty((3, entries), dtype=torch.int64)
-    _cut[(1,)](
+    _split[(1,)](
         counts, lists.partial_count, *head_strides(counts), *sizes, work,
         Q_SPLIT=lists.q_block // tile, ENTRIES=power_of_2(entries), num_warps=8,
     )  # fmt: skip
     out, sums = empty_together(torch.float32, counts.device, (entries, tile, DV), (entries, 2, tile))
-    return Shares(work, out, sums, lists, sizes, tile)
+    return SplitKV(work, out, sums, lists, sizes, tile)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -141,9 +141,9 @@ def _list_of(
     tile, full_count_ptr, partial_count_ptr, count_stride_b, count_stride_h, longest, rows, kv_heads, group, heads_per_mask,
     there, Q_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Of tiles of queries: batch entry, query head, KV head and row, full and partial blocks, and the number of shares.
+    """Of tiles of queries: batch entry, query head, KV head and row, full and partial blocks, and the number of splits.
 
-    Tiles are numbered as `place_of` of `hopper/queue.py` numbers them, so that those that share keys run side by side.
+    Tiles are numbered as `tile_coords` of `hopper/tile_scheduler.py` numbers them, so that those that share keys run side by side.
     """
     key = tile // (rows * group)
     within = tile % (rows * group)
@@ -157,37 +157,37 @@ def _list_of(
 
 @remembered
 @triton.jit(do_not_specialize=_OF_PROMPT)
-def _cut(
+def _split(
     full_count_ptr, partial_count_ptr, count_stride_b, count_stride_h,
     tiles, most, longest, rows, kv_heads, group, heads_per_mask,
     work_ptr,
     Q_SPLIT: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the list of work, in one program.
+    """Writes the work list, in one program.
 
-    Entry `i` of `most * tiles` possible ones is share `most - 1 - i // tiles` of the list of tile `i % tiles`. Its target is
-    `i` too. Those that exist move up to the front.
+    Entry `i` of `most * tiles` possible ones is split `most - 1 - i // tiles` of the list of tile `i % tiles`. Its split slot
+    is `i` too. Those that exist move up to the front.
     """
     entry = tl.arange(0, ENTRIES)
-    share, tile = most - 1 - entry // tiles, entry % tiles
-    b, h, h_key, row, full, partial, shares = _list_of(
+    split, tile = most - 1 - entry // tiles, entry % tiles
+    b, h, h_key, row, full, partial, splits = _list_of(
         tile, full_count_ptr, partial_count_ptr, count_stride_b, count_stride_h, longest, rows, kv_heads, group,
-        heads_per_mask, share >= 0, Q_SPLIT,
+        heads_per_mask, split >= 0, Q_SPLIT,
     )  # fmt: skip
-    exists = (share >= 0) & (share < shares)
+    exists = (split >= 0) & (split < splits)
     blocks = full + partial
-    # Fewer than 2^19 blocks, and at most 2^12 shares: the products fit an int32.
-    first, end = blocks * share // shares, blocks * (share + 1) // shares
+    # Fewer than 2^19 blocks, and at most 2^12 splits: the products fit an int32.
+    first, end = blocks * split // splits, blocks * (split + 1) // splits
     full = tl.minimum(tl.maximum(full - first, 0), end - first)
     partial = end - first - full
-    word = first.to(tl.int64) | (full.to(tl.int64) << 24) | (partial.to(tl.int64) << 44)
-    place = (b.to(tl.int64) << 48) | (h.to(tl.int64) << 32) | (h_key.to(tl.int64) << 16) | row
-    target = tl.where(shares > 1, entry, -1).to(tl.int64)
+    item = first.to(tl.int64) | (full.to(tl.int64) << 24) | (partial.to(tl.int64) << 44)
+    coords = (b.to(tl.int64) << 48) | (h.to(tl.int64) << 32) | (h_key.to(tl.int64) << 16) | row
+    split_slot = tl.where(splits > 1, entry, -1).to(tl.int64)
     entries = most * tiles
     to = work_ptr + tl.cumsum(exists.to(tl.int32), 0) - 1
-    tl.store(to, word, mask=exists)
-    tl.store(to + entries, place, mask=exists)
-    tl.store(to + 2 * entries, target, mask=exists)
+    tl.store(to, item, mask=exists)
+    tl.store(to + entries, coords, mask=exists)
+    tl.store(to + 2 * entries, split_slot, mask=exists)
     after = (entry >= tl.sum(exists.to(tl.int32), 0)) & (entry < entries)
     nothing = tl.zeros([ENTRIES], tl.int64)
     tl.store(work_ptr + entry, nothing - 1, mask=after)
@@ -197,38 +197,38 @@ def _cut(
 
 @remembered
 @triton.jit(do_not_specialize=[*_OF_PROMPT, "lse_stride_b", "lse_stride_h"])
-def _join(
+def _combine(
     full_count_ptr, partial_count_ptr, count_stride_b, count_stride_h,
     tiles, most, longest, rows, kv_heads, group, heads_per_mask,
-    share_out_ptr, share_sums_ptr, sinks_ptr, out_ptr, lse_ptr, out_strides, lse_stride_b, lse_stride_h, M, D,
+    split_out_ptr, split_sums_ptr, sinks_ptr, out_ptr, lse_ptr, out_strides, lse_stride_b, lse_stride_h, M, D,
     Q_SPLIT: tl.constexpr, TILE: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the shares of `ROWS` queries of one tile; a program whose tile's list was not cut has nothing to do."""
+    """Adds up the splits of `ROWS` queries of one tile; a program whose tile's list was not split has nothing to do."""
     tile = tl.program_id(0)
-    b, h, _, row, _, _, shares = _list_of(
+    b, h, _, row, _, _, splits = _list_of(
         tile, full_count_ptr, partial_count_ptr, count_stride_b, count_stride_h, longest, rows, kv_heads, group,
         heads_per_mask, True, Q_SPLIT,
     )  # fmt: skip
-    if shares > 1:
+    if splits > 1:
         of_tile = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         query, dim = row * TILE + of_tile, tl.arange(0, DV)
         top = tl.full([ROWS], float("-inf"), tl.float32)
-        for share in range(shares):
-            target = (most - 1 - share) * tiles + tile
-            top = tl.maximum(top, tl.load(share_sums_ptr + 2 * target * TILE + of_tile))
+        for split in range(splits):
+            split_slot = (most - 1 - split) * tiles + tile
+            top = tl.maximum(top, tl.load(split_sums_ptr + 2 * split_slot * TILE + of_tile))
         sink = float("-inf")
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + h) * 1.4426950408889634  # log2(e)
             top = tl.maximum(top, sink)
         total = tl.exp2(sink - top)  # a reference is finite, also where a query sees no key
         sums = tl.zeros([ROWS, DV], tl.float32)
-        for share in range(shares):
-            target = (most - 1 - share) * tiles + tile
-            at = 2 * target * TILE + of_tile
-            weight = tl.load(share_sums_ptr + at + TILE) * tl.exp2(tl.load(share_sums_ptr + at) - top)
+        for split in range(splits):
+            split_slot = (most - 1 - split) * tiles + tile
+            at = 2 * split_slot * TILE + of_tile
+            weight = tl.load(split_sums_ptr + at + TILE) * tl.exp2(tl.load(split_sums_ptr + at) - top)
             total += weight
-            at = (target * TILE + of_tile).to(tl.int64)
-            sums += weight[:, None] * tl.load(share_out_ptr + at[:, None] * DV + dim[None, :])
+            at = (split_slot * TILE + of_tile).to(tl.int64)
+            sums += weight[:, None] * tl.load(split_out_ptr + at[:, None] * DV + dim[None, :])
         seen = total != 0.0
         total = tl.where(seen, total, 1.0)
         sums = sums / total[:, None]
