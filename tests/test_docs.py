@@ -214,6 +214,21 @@ def _source(module: str) -> str:
     return Path(found.origin).read_text(encoding="utf-8")
 
 
+def test_contributing_shows_where_things_are() -> None:
+    """Its pictures name every file and folder of the package's own folder, and no other file than there are."""
+    section = re.split("^## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[2]
+    package = ROOT / "src" / "blocksparse"
+    files = {f"/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
+    named = re.findall(r"[\w/]+\.py\b", section)
+    assert len(named) > 30
+    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    inside = {f"{path.name}/" if path.is_dir() else path.name for path in package.iterdir()}
+    missing = {name for name in inside if not name.startswith("_") and name != "py.typed"} - {
+        *re.findall(r"\w+(?:/|\.py\b)", section)
+    }
+    assert not missing
+
+
 def test_navigation_names_every_page() -> None:
     named = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert {str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents} <= named
