@@ -11,7 +11,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.four_stages import FourStages, seen, tail_of
-from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.layers.reused_mask import MaskCache, ReusedMask
 from blocksparse.select.selector import Selector
 from blocksparse.testing import make_qkv
@@ -196,7 +196,7 @@ def test_sizes_alone_say_dense_for_the_end_only() -> None:
 def test_the_union_of_auto_is_one_launch() -> None:
     causal = bs.auto().selector.causal  # type: ignore[attr-defined]
     assert isinstance(causal.second, bs.PositionSelector)
-    assert causal.second.parts() == (Places(near=128, last=128), ())
+    assert causal.second.parts() == (AlwaysKept(near=128, last=128), ())
 
 
 @pytest.mark.parametrize(

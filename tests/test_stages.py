@@ -173,7 +173,7 @@ def test_what_a_selector_offers_changes_no_mask(rule: Any, causal: bool) -> None
     scores = bs.VerticalSlashScorer(16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=causal))
     alone, by_position = rule(scores), (bs.Band(9) | bs.Sink(1))(scores)
     if rule.traits.always:
-        both = rule(scores, always=bs.Places(near=9, first=1))
+        both = rule(scores, always=bs.AlwaysKept(near=9, first=1))
         assert torch.equal(both.keep, (alone | by_position).keep)
     if rule.traits.mask:
         other = bs.TopK(2)(scores).refine(scores.grid.q_block // alone.grid.q_block)

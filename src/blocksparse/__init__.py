@@ -21,7 +21,7 @@ from blocksparse.execute.tiles import HopperTiles, TritonTiles
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.grid import Grid
 from blocksparse.inputs import UnsupportedError
-from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.launch.failures import LaunchError
 from blocksparse.layers.attention import Attention
 from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
@@ -94,6 +94,7 @@ from blocksparse.spec import Asked, AttentionSpec
 from blocksparse.values import Choice, Trace
 
 __all__ = [
+    "AlwaysKept",
     "AntidiagonalScorer",
     "Asked",
     "Attention",
@@ -150,7 +151,6 @@ __all__ = [
     "Permutation",
     "Permuter",
     "Pipeline",
-    "Places",
     "PositionSelector",
     "PrefixOrderScorer",
     "Quality",

@@ -40,7 +40,7 @@ class Grid:
     kv_heads: int
     causal: bool
     slots: int  # slots of one key map; they may be more or fewer than k_len where query groups have own maps
-    q_position: Tensor  # [B|1, H|1, rows * q_block] int32, the original position in each place, -1 where empty
+    q_position: Tensor  # [B|1, H|1, rows * q_block] int32, the original position in each slot, -1 where empty
     k_position: Tensor  # [B|1, H|1, G, cols * k_block] int32, the same of keys, for each key map
     group_of_row: Tensor | None  # [rows] int64, the key map each row uses; None when G == 1
     q_first: Tensor  # [B|1, H|1, rows, 1] int32
@@ -164,7 +164,7 @@ class Grid:
         if self.q_block % n or self.k_block % n:
             raise ValueError(f"'n' must divide both blocks ({self.q_block} x {self.k_block}): {shown(n)}")
         q_block, k_block = self.q_block // n, self.k_block // n
-        # A coarse block may begin or end with empty places; fine blocks that hold nothing else are left out.
+        # A coarse block may begin or end with empty slots; fine blocks that hold nothing else are left out.
         before = self.q_lead // q_block * q_block
         after = before + -(-(self.q_lead - before + self.q_len) // q_block) * q_block
         group_of_row = None

@@ -24,17 +24,17 @@ class Declared(NamedTuple):
     value: type | UnionType
 
 
-def declared(stage: object, role: type, place: int) -> tuple[Declared, ...]:
-    """The types that `stage` declares as type parameter number `place` of `role`; values must be of all of them.
+def declared(stage: object, role: type, index: int) -> tuple[Declared, ...]:
+    """The types that `stage` declares as type parameter number `index` of `role`; values must be of all of them.
 
     A wrapper may leave the type open: `Ranked(inner)` needs what `inner` needs. Then the types are those that the
     stages in its fields declare. The result is empty if nothing is declared, and then there is nothing to check.
     """
     cls: type = type(stage)
-    said = _said(cls, role, place)
+    said = _said(cls, role, index)
     if not isinstance(said, TypeVar):
         return () if said is None else (Declared(cls, said),)
-    return tuple(each for part in parts_of(stage, role) for each in declared(part, role, place))
+    return tuple(each for part in parts_of(stage, role) for each in declared(part, role, index))
 
 
 def parts_of(stage: object, role: type) -> list[Any]:
@@ -45,8 +45,8 @@ def parts_of(stage: object, role: type) -> list[Any]:
 
 
 @cache
-def _said(cls: type, role: type, place: int) -> type | UnionType | TypeVar | None:
-    """Type parameter number `place` of `role` in the nearest class line that names it.
+def _said(cls: type, role: type, index: int) -> type | UnionType | TypeVar | None:
+    """Type parameter number `index` of `role` in the nearest class line that names it.
 
     If it is a type variable there, a subclass may have put a type in for it, and that type is returned.
     """
@@ -55,9 +55,9 @@ def _said(cls: type, role: type, place: int) -> type | UnionType | TypeVar | Non
         given = get_args(base)
         said = None
         if parent is role:
-            said = _asked(given[place]) if given else None
+            said = _asked(given[index]) if given else None
         elif role in getattr(parent, "__mro__", ()):
-            said = _said(parent, role, place)
+            said = _said(parent, role, index)
             parameters = getattr(parent, "__parameters__", ())
             # Without arguments the variable stays open, and `declared` looks at the fields of the stage.
             if given and said in parameters:
@@ -95,17 +95,17 @@ def check_takes(needed: tuple[Declared, ...], given: tuple[Declared, ...]) -> No
             )
 
 
-def check_got(taker: object, role: type, place: int, value: object) -> None:
-    """Refuse a value that the stage `taker` does not take in place `place` of its `role`.
+def check_got(taker: object, role: type, index: int, value: object) -> None:
+    """Refuse a value that the stage `taker` does not take as type parameter number `index` of its `role`.
 
     Raises:
         TypeError: names the stage, the type needed and the type of the value.
     """
     cls: type = type(taker)
-    said = _said(cls, role, place)
+    said = _said(cls, role, index)
     if isinstance(said, type) and isinstance(value, said):  # a fast way out, as this runs in every call
         return
-    for stage, need in declared(taker, role, place):
+    for stage, need in declared(taker, role, index):
         if not isinstance(value, need):
             raise TypeError(
                 f"{stage.__name__} needs {a_name(need)}, and got {a_name(type(value))}{_meaning(need)}"

@@ -31,7 +31,7 @@ from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec
 
 _WORKSPACE = 2**19  # numbers that each thread holds at a time, so that they stay in its caches
-_PLACES = 256  # queries whose logits are held at a time; and up to which neighbouring rows attend together
+_QUERIES = 256  # queries whose logits are held at a time; and up to which neighbouring rows attend together
 
 
 @final
@@ -117,7 +117,7 @@ class _Rows:
         self.q_block = grid.q_block if grid.rows > 1 else grid.q_lead + grid.q_len
         k_block = grid.k_block if grid.cols > 1 else grid.slots
         heads, per = max(Hkv, maps_h), grid.q_heads // max(Hkv, maps_h)
-        high = max(_PLACES // (per * self.q_block), 1) if grid.group_of_row is None else 1
+        high = max(_QUERIES // (per * self.q_block), 1) if grid.group_of_row is None else 1
         stacks = -(-grid.rows // high)
         self.shape = B, heads, per, stacks, high
         self.n, after = per * high, stacks * high - grid.rows
@@ -141,7 +141,7 @@ class _Rows:
         self.first_block = ((b % maps_b * maps_h + h * maps_h // heads) * maps + group).flatten() * grid.cols
         self.first_key = ((b * Hkv + h * Hkv // heads) * N).flatten()
 
-        # The original position of every place, [R, q_block], -1 where empty, and of the first and the last query
+        # The original position of every slot, [R, q_block], -1 where empty, and of the first and the last query
         # of each row. When not causal, every query sees as much as one that stands behind all keys.
         q_at = grid.q_position[..., : grid.rows * self.q_block].expand(B, grid.q_heads, -1)
         if not grid.causal:
@@ -194,11 +194,11 @@ class _Rows:
             out, lse = self._flash(self.q.index_select(0, some), key[some], at, causal=True)
             self.out.index_copy_(0, some, out)
             self.lse.index_copy_(0, some, lse)
-        for keys, some in _alike(own.where(~in_order, 0), width + min(self.q_block, _PLACES)):
+        for keys, some in _alike(own.where(~in_order, 0), width + min(self.q_block, _QUERIES)):
             parts = self._partial(some, keys, block, key, self.first - 1, self.last)
             self.out[some], self.lse[some] = parts
         if edge is not None:
-            for keys, some in _alike(edge, width + min(self.q_block, _PLACES)):
+            for keys, some in _alike(edge, width + min(self.q_block, _QUERIES)):
                 last = torch.minimum(self.dim, self.first - 1)
                 _add(self.out, self.lse, some, *self._partial(some, keys, block, key, self.dark, last))
 
@@ -209,10 +209,10 @@ class _Rows:
 
         for keys, some in _alike(before, width):
             first, full, kept = (x[some, None, None] for x in (self.first, self.full_count, self.rest_count))
-            place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
-            at = self._slots(block[some], self.rest[some, : len(place)])
+            nth = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
+            at = self._slots(block[some], self.rest[some, : len(nth)])
             hidden = -1 if self.window is None else self.dim[some, None, None]
-            at = at[(place < full) | ((place < kept) & (at > hidden) & (at < first))].view(-1, keys)
+            at = at[(nth < full) | ((nth < kept) & (at > hidden) & (at < first))].view(-1, keys)
             _add(self.out, self.lse, some, *self._flash(self.q.index_select(0, some), key[some], at))
 
     def _counts(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -226,8 +226,8 @@ class _Rows:
         edge = None if self.window is None else torch.zeros_like(partial)
         for blocks, some in _alike(partial, k_block):
             full, first, last = (x[some, None] for x in (self.full_count, self.first, self.last))
-            place = full + torch.arange(blocks, device=some.device)
-            at = self._slots(block[some], self.rest[some].gather(1, place)).flatten(1)
+            nth = full + torch.arange(blocks, device=some.device)
+            at = self._slots(block[some], self.rest[some].gather(1, nth)).flatten(1)
             hidden: int | Tensor = -1
             if edge is not None:
                 hidden = self.dim[some, None]
@@ -244,9 +244,9 @@ class _Rows:
         `block`, `key`, `after` and `last` are `[R]`. Each query attends to what it sees of them.
         """
         full, kept, after, last = (x[some, None, None] for x in (self.full_count, self.rest_count, after, last))
-        place = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
-        at = self._slots(block[some], self.rest[some, : len(place)])
-        at = at[(place >= full) & (place < kept) & (at > after) & (at <= last)].view(-1, keys)
+        nth = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
+        at = self._slots(block[some], self.rest[some, : len(nth)])
+        at = at[(nth >= full) & (nth < kept) & (at > after) & (at <= last)].view(-1, keys)
         k, v = self._gathered(key[some], at)
         query = self.q_at[some].unsqueeze(2)
         hidden = at.unsqueeze(1) > query
@@ -319,7 +319,7 @@ def _hidden(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
 def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Attention of `q` `[n, M, D]` to `k` `[n, keys, D]` but for hidden pairs `[n|1, M, keys|1]`, and its lse."""
     parts, v = [], v.to(wide_dtype(v))
-    for some, their_hidden in zip(q.split(_PLACES, 1), hidden.split(_PLACES, 1), strict=True):
+    for some, their_hidden in zip(q.split(_QUERIES, 1), hidden.split(_QUERIES, 1), strict=True):
         logits = spec.capped(products(some.unsqueeze(0), k.unsqueeze(0))[0].mul_(spec.scale))  # [n, M, keys]
         logits.masked_fill_(their_hidden, float("-inf"))
         peak = logits.amax(-1, keepdim=True)

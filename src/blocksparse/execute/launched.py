@@ -53,8 +53,8 @@ class BlockPlan(Lists):
     def partial_index(self) -> Tensor:
         """A list with the partial blocks from entry 0 on, `[B, H, rows, cols]` int32; this makes a copy."""
         cols = self.index.shape[-1]
-        place = torch.arange(cols, device=self.index.device) + self.full_count.unsqueeze(-1)
-        return self.index.gather(-1, place.clamp_max(cols - 1)).int()
+        at = torch.arange(cols, device=self.index.device) + self.full_count.unsqueeze(-1)
+        return self.index.gather(-1, at.clamp_max(cols - 1)).int()
 
     def to_dense(self) -> Tensor:
         """Mask of the listed blocks, `[B, H, rows, cols]` bool."""

@@ -123,7 +123,7 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
 
         centroids = self._centroids(permutation.gather_keys(k)[:, :, :known])
         nearest, cosine = self._nearest(q[:, :, :whole], centroids, offset=offset, causal=spec.causal)
-        # The places before a chunk's first query get values that sort first, so they stay where they are.
+        # The slots before a chunk's first query get values that sort first, so they stay where they are.
         nearest, cosine = pad(nearest, (lead, 0), value=-1), pad(cosine, (lead, 0))
         order = _argsort(nearest.unflatten(2, (-1, S)), cosine.unflatten(2, (-1, S)))
         start = torch.arange(-lead, whole, S, device=q.device)

@@ -109,7 +109,7 @@ class GlobalIndexMap(Permuter[Permutation]):
         return index
 
     def _queries(self, products: Tensor, lead: int) -> Tensor:
-        """The query in every slot, `[B, Hq, M]` int32. In its segment, `lead` places precede the first query."""
+        """The query in every slot, `[B, Hq, M]` int32. In its segment, `lead` slots precede the first query."""
         M, value = products.shape[2], _numbers(products)
         # Padding makes all segments whole; +inf keeps it before the first query, -inf after the last one.
         if lead:

@@ -89,7 +89,7 @@ class GridOrder(Permuter[GlobalPermutation]):
 
     @abstractmethod
     def cells(self, device: torch.device | str) -> Tensor | None:
-        """The cell in each place, `[T * H * W]` int64. Cells are counted frame by frame and row by row.
+        """The cell in each slot, `[T * H * W]` int64. Cells are counted frame by frame and row by row.
 
         None means that all cells stay in place.
         """
@@ -113,8 +113,8 @@ class GridOrder(Permuter[GlobalPermutation]):
         if not spec.causal:
             return GlobalPermutation(k_index)
         # The queries are a chunk: they stand in the order in which their own keys stand.
-        place = torch.empty_like(position).scatter_(0, order, position)
-        return GlobalPermutation(k_index, place[N - M :].argsort().int().expand(B, Hq, M))
+        slot = torch.empty_like(position).scatter_(0, order, position)
+        return GlobalPermutation(k_index, slot[N - M :].argsort().int().expand(B, Hq, M))
 
     def _check_length(self, N: int) -> None:
         T, H, W = self.sizes
@@ -144,7 +144,7 @@ class RasterOrder(GridOrder):
 @final
 @frozen(cache_hash=True)
 class TimeOrder(GridOrder):
-    """Order cells place by place, places row by row; the cells of one place in all frames stand together."""
+    """Order cells by row and column: the cells of all frames at one row and column stand together."""
 
     def cells(self, device: torch.device | str) -> Tensor:
         T, H, W = self.sizes
@@ -256,7 +256,7 @@ class GivenOrder(GridOrder):
         GivenOrder((13, 30, 45), HilbertOrder((13, 30, 45)).cells("cuda"))
 
     Args:
-        order: the cell in each place, `[T * H * W]` whole numbers, each cell once. Give a tensor on the device of
+        order: the cell in each slot, `[T * H * W]` whole numbers, each cell once. Give a tensor on the device of
             the keys; from another device it is copied in every call.
     """
 

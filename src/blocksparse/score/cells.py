@@ -20,7 +20,7 @@ from torch import Tensor
 from blocksparse.check.validators import block_size, flag, maybe_whole, multiple, one_of, optional, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.gemm.products import Cells, cells_behind
-from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.score.block_softmax import block_softmax
 from blocksparse.kernels.score.cell_mass import cell_mass
@@ -135,7 +135,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
         if not (self.forced and grid.causal):
             return own_segment(grid, segment)
-        counted: Tensor = within_reach(None, grid, places=Places(first=1), diagonal=True)
+        counted: Tensor = within_reach(None, grid, always=AlwaysKept(first=1), diagonal=True)
         return counted
 
     def alignment(self, causal: bool) -> int:
@@ -224,7 +224,7 @@ def _row_reach(grid: Grid) -> dict[str, Any]:
 class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the best product of two token groups (BFLA, eq. 3 to 9).
 
-    A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`: the
+    A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their slots `t`: the
     sum of the main diagonal of their `g x g` logits. The score of a block is the greatest product of a query group
     and a key group in it. A pair of groups takes part if some query of the row of blocks may see some key of the
     key group, and if some slot has a token in both groups. Short groups are compared over these slots only.
@@ -236,7 +236,7 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         block: slots per block, on both sides unless `k_block` is given.
         g: slots per group; divides the blocks.
         k_block: slots per key block.
-        per_token: divide each product by the number of places that have a token in both groups, which makes it a
+        per_token: divide each product by the number of slots that have a token in both groups, which makes it a
             mean logit.
         padded_tail: let pairs that take no part score 0, as zero padding does in the released code. A 0 wins where
             all real products of a block are below 0.

@@ -139,7 +139,7 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         smooth_k: subtract the mean of all keys before the similarity of key blocks is measured (K smoothing of
             SageAttention). None does so only if the call is not causal, because in a causal call later keys would
             change the choice of earlier rows.
-        padded_tail: never take a block with an empty place as similar, as the released code does. By default the
+        padded_tail: never take a block with an empty slot as similar, as the released code does. By default the
             tokens that exist decide.
     """
 

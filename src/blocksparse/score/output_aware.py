@@ -59,8 +59,8 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
         self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, spec: AttentionSpec
     ) -> BlockLogits:
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
-        queries = _by_place(permutation.gather_queries(q), grid.q_block, self.stride, grid.q_lead)
-        keys = _by_place(permutation.gather_keys(k), grid.k_block, self.stride, 0)
+        queries = _by_slot(permutation.gather_queries(q), grid.q_block, self.stride, grid.q_lead)
+        keys = _by_slot(permutation.gather_keys(k), grid.k_block, self.stride, 0)
         logits = block_products(queries.flip(3).flatten(3), keys.flatten(3), grid) * (spec.scale / self.stride)
         bonus = self._bonus(permutation.gather_keys(v), grid.k_block).repeat_interleave(
             q.shape[1] // keys.shape[1], 1
@@ -91,10 +91,10 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
         return lcm(self.block, self.k_block or 1)
 
 
-def _by_place(x: Tensor, block: int, stride: int, lead: int) -> Tensor:
-    """The mean token of each place in the cells of a block, `[B, H, N, D] -> [B, H, blocks, stride, D]`.
+def _by_slot(x: Tensor, block: int, stride: int, lead: int) -> Tensor:
+    """The mean token of each slot of the cells of a block, `[B, H, N, D] -> [B, H, blocks, stride, D]`.
 
-    The first `lead` slots of block 0 are empty. A place without a token in a short block has zeros.
+    The first `lead` slots of block 0 are empty. A slot without a token in a short block has zeros.
     """
     sums = cells(x, block, lead).unflatten(3, (-1, stride)).sum(3, dtype=wide_dtype(x))
     there = x.new_ones((1, 1, x.shape[2], 1), dtype=sums.dtype)
@@ -104,4 +104,4 @@ def _by_place(x: Tensor, block: int, stride: int, lead: int) -> Tensor:
 
 def _mean(x: Tensor, block: int) -> Tensor:
     """The mean of each `block` entries `[B, H, N, D] -> [B, H, blocks, D]`, of fewer in the last one."""
-    return _by_place(x, block, 1, 0).squeeze(3)
+    return _by_slot(x, block, 1, 0).squeeze(3)

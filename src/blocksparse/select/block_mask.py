@@ -69,7 +69,7 @@ class BlockMask:
         fine = self.grid.refined(n)
         if self.keep.shape[1] != fine.q_heads:
             fine = fine.shared()
-        skipped = self.grid.q_lead // fine.q_block  # the finer grid leaves out rows that hold empty places only
+        skipped = self.grid.q_lead // fine.q_block  # the finer grid leaves out rows that hold empty slots only
         keep: Tensor = within_reach(self.keep, fine, n, skipped)
         return BlockMask(keep.expand(*self.keep.shape[:2], -1, -1), fine)
 

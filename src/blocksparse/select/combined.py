@@ -65,7 +65,7 @@ class SelectorPair(
     `a | b` joins two selectors of the same scores; this joins two with a score each.
 
     Raises:
-        TypeError: in a call, if a selector needs other scores than there are in its place.
+        TypeError: in a call, if a selector needs other scores than there are for it.
     """
 
     first: Selector[FirstT_contra, BlockMask] = field(validator=a(Selector))
@@ -157,11 +157,11 @@ class Ranked(Combination[ScoresT_contra, RankedBlockMask]):
             opened = self.first.on(grid)
             mask, forced = mask | opened, opened.keep if forced is None else opened.keep | forced
         opening = within_reach(forced, grid, diagonal=True)
-        place = torch.arange(grid.cols, dtype=torch.int32, device=mask.keep.device).expand(mask.keep.shape)
+        column = torch.arange(grid.cols, dtype=torch.int32, device=mask.keep.device).expand(mask.keep.shape)
         if any(scores.values.stride()):
             order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
-            rank = torch.empty_like(place, memory_format=torch.contiguous_format).scatter_(-1, order, place)
+            rank = torch.empty_like(column, memory_format=torch.contiguous_format).scatter_(-1, order, column)
         else:  # all blocks have one score, that of `NoScorer`, so none comes before another
-            rank = place
+            rank = column
         rank = rank.add(opening, alpha=-grid.cols)
         return RankedBlockMask(mask.keep, mask.grid, rank)

@@ -84,8 +84,8 @@ class GridSelector(PositionSelector):
     def blocks(self, grid: Grid) -> _Blocks:
         """The first and the last cell of every block, as far as it holds cells."""
         cells = prod(self.sizes)
-        places = (grid.q_first, grid.q_last, grid.k_first, grid.k_last)
-        return _Blocks(*((x - self.prefix).clamp(0, cells - 1) for x in places))
+        bounds = (grid.q_first, grid.q_last, grid.k_first, grid.k_last)
+        return _Blocks(*((x - self.prefix).clamp(0, cells - 1) for x in bounds))
 
     def alignment(self, causal: bool) -> int:
         raise ValueError(
@@ -134,11 +134,11 @@ class TileWindow(GridSelector):
         _, H, W = self.sizes
         cell = position.unflatten(-1, (-1, block)) - self.prefix
         there = (cell >= 0) & (cell < self.sizes[0] * H * W)
-        places = cell // (H * W), cell // W % H, cell % W
+        coordinates = cell // (H * W), cell // W % H, cell % W
         far = max(self.sizes)
         boxes = []
-        for place, side in zip(places, self.tile, strict=True):
-            tile = place // side
+        for coordinate, side in zip(coordinates, self.tile, strict=True):
+            tile = coordinate // side
             boxes.append((tile.where(there, 2 * far).amin(-1), tile.where(there, -2 * far).amax(-1)))
         return boxes
 

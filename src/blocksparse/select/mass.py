@@ -18,7 +18,7 @@ from attrs import field, frozen
 from blocksparse.check.per_head import PerHead, least, number_or_blocks, over_blocks, per_head, positive, share
 from blocksparse.check.validators import flag
 from blocksparse.kernels.common.sizes import HeadMask
-from blocksparse.kernels.masks.grid import NOWHERE, Places
+from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept
 from blocksparse.kernels.select.global_top_cdf import global_top_cdf
 from blocksparse.kernels.select.top_cdf import row_share, top_cdf
 from blocksparse.score.scorer import BlockMass
@@ -47,14 +47,14 @@ class TopCdf(Selector[BlockMass, BlockMask]):
 
     traits = SelectorTraits(always=True)
 
-    def __call__(self, scores: BlockMass, *, always: Places = NOWHERE) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, always: AlwaysKept = NO_BLOCKS) -> BlockMask:
         keep = top_cdf(
             scores.values,
             scores.forced,
             number_or_blocks(self.mass, scores.values),
             scores.grid,
             crossing=self.crossing,
-            places=always,
+            always=always,
         )
         return BlockMask(keep, scores.grid)
 
@@ -117,9 +117,9 @@ class PeakShare(Selector[BlockMass, BlockMask]):
 
     traits = SelectorTraits(always=True)
 
-    def __call__(self, scores: BlockMass, *, always: Places = NOWHERE) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, always: AlwaysKept = NO_BLOCKS) -> BlockMask:
         alpha = number_or_blocks(self.alpha, scores.values)
-        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="peak", places=always)
+        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="peak", always=always)
         return BlockMask(keep, scores.grid)
 
     def alignment(self, causal: bool) -> int:
@@ -143,9 +143,9 @@ class RowShare(Selector[BlockMass, BlockMask]):
 
     traits = SelectorTraits(always=True)
 
-    def __call__(self, scores: BlockMass, *, always: Places = NOWHERE) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, always: AlwaysKept = NO_BLOCKS) -> BlockMask:
         alpha = number_or_blocks(self.alpha, scores.values)
-        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="row", places=always)
+        keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="row", always=always)
         return BlockMask(keep, scores.grid)
 
     def alignment(self, causal: bool) -> int:

@@ -23,7 +23,7 @@ from blocksparse.check.per_head import PerHead, over_blocks, per_head, probabili
 from blocksparse.check.validators import count, flag, hash_seed, size, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.masks.grid import Places, last_from
+from blocksparse.kernels.masks.grid import AlwaysKept, last_from
 from blocksparse.kernels.masks.reach import counter_hash as counter_hash
 from blocksparse.kernels.masks.reach import every
 from blocksparse.select.selector import PositionSelector
@@ -57,8 +57,8 @@ class Sink(PositionSelector):
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.tokens >= N
 
-    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
-        return Places(first=self.tokens), ()
+    def parts(self) -> tuple[AlwaysKept, tuple[PositionSelector, ...]]:
+        return AlwaysKept(first=self.tokens), ()
 
     def alignment(self, causal: bool) -> int:
         return 1
@@ -81,8 +81,8 @@ class Band(PositionSelector):
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.tokens >= (N if causal else max(M, N)) - 1  # the greatest distance
 
-    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
-        return Places(near=self.tokens), ()
+    def parts(self) -> tuple[AlwaysKept, tuple[PositionSelector, ...]]:
+        return AlwaysKept(near=self.tokens), ()
 
     def alignment(self, causal: bool) -> int:
         return by_position(self, causal)
@@ -135,8 +135,8 @@ class Stride(PositionSelector):
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.eta == 1 and not self.released
 
-    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
-        return super().parts() if self.released else (Places(stride=(self.eta, self.seed)), ())
+    def parts(self) -> tuple[AlwaysKept, tuple[PositionSelector, ...]]:
+        return super().parts() if self.released else (AlwaysKept(stride=(self.eta, self.seed)), ())
 
     def alignment(self, causal: bool) -> int:
         if self.released:
@@ -189,8 +189,8 @@ class LastQueries(PositionSelector):
     def prompt_tail(self) -> int:
         return self.tokens
 
-    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
-        return Places(last=self.tokens), ()
+    def parts(self) -> tuple[AlwaysKept, tuple[PositionSelector, ...]]:
+        return AlwaysKept(last=self.tokens), ()
 
     def alignment(self, causal: bool) -> int:
         return 1

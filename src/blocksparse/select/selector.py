@@ -19,7 +19,7 @@ from blocksparse.check.class_line import Stage, of_parts, parts_of
 from blocksparse.check.validators import a
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import HeadMask
-from blocksparse.kernels.masks.grid import NOWHERE, Places
+from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.score.scorer import BlockScores
 from blocksparse.select.block_mask import BlockMask
@@ -37,7 +37,7 @@ class SelectorTraits:
     Args:
         heads: its `__call__` takes `heads` too, a `HeadMask`: the heads that need a mask. Entries of others may be
             anything.
-        always: it takes `always` too, `Places`: further blocks to keep for their position, in the same launch.
+        always: it takes `always` too, `AlwaysKept`: further blocks to keep for their position.
         mask: it takes `mask` too, a `BlockMask`: further blocks to keep, those of another selector.
         reads_values: it reads `scores.values` itself. False promises that it does so at most through the selectors
             in its fields. A scorer may then leave out values of heads.
@@ -190,9 +190,9 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
     def where(self, grid: Grid) -> Tensor:
         """Blocks to keep, bool, broadcastable to `[B, Hq, rows, cols]`; callers apply diagonal and causality."""
 
-    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+    def parts(self) -> tuple[AlwaysKept, tuple[PositionSelector, ...]]:
         """The rule as blocks that a kernel keeps always, and rules of which it gets `where`."""
-        return NOWHERE, (self,)
+        return NO_BLOCKS, (self,)
 
     @overload
     def __or__(self, other: PositionSelector) -> PositionSelector: ...
@@ -237,7 +237,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         for rule in others:
             more = rule.where(grid)
             keep = more if keep is None else keep | more
-        return within_reach(keep, grid, places=always, diagonal=True)
+        return within_reach(keep, grid, always=always, diagonal=True)
 
 
 @final
@@ -261,7 +261,7 @@ class PositionUnion(PositionSelector):
         # The last query is `N - 1 - first` tokens away from the first key that is not among the `first` ones.
         return causal and always.near is not None and (always.first or 0) + always.near >= N - 1
 
-    def parts(self) -> tuple[Places, tuple[PositionSelector, ...]]:
+    def parts(self) -> tuple[AlwaysKept, tuple[PositionSelector, ...]]:
         (mine, rest), (its, others) = self.first.parts(), self.second.parts()
         both = mine.joined(its)
         return (mine, (*rest, self.second)) if both is None else (both, (*rest, *others))

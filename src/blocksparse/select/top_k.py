@@ -116,11 +116,11 @@ class DecayingTopK(Selector[BlockScores, BlockMask]):
         n, last = -(-grid.prompt_keys // grid.k_block), grid.first_row + grid.rows
         k = min(_first_number(n) if self.k is None else self.k, FAR)
         # The blocks of keys before each row, its own included, are one more than this.
-        place = torch.arange(grid.first_row, last, device=scores.values.device) * grid.q_block // grid.k_block
-        numbers = torch.full((n,), float(k), dtype=torch.float64, device=place.device)
+        before = torch.arange(grid.first_row, last, device=scores.values.device) * grid.q_block // grid.k_block
+        numbers = torch.full((n,), float(k), dtype=torch.float64, device=before.device)
         if k < n:
-            numbers[k:] = torch.linspace(k, k * self.decay, n - k, dtype=torch.float64, device=place.device)
-        count = numbers.floor().clamp_min(1)[place.clamp_max(n - 1)].unsqueeze(1)  # [rows, 1]
+            numbers[k:] = torch.linspace(k, k * self.decay, n - k, dtype=torch.float64, device=before.device)
+        count = numbers.floor().clamp_min(1)[before.clamp_max(n - 1)].unsqueeze(1)  # [rows, 1]
         keep = top_k(scores.values, scores.forced, count, None, grid, forced_first=False, of_all_keys=False)
         return BlockMask(keep, grid)
 

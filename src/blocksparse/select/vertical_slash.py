@@ -28,7 +28,7 @@ from blocksparse.check.per_head import (
 from blocksparse.check.validators import a, count, flag, maybe_whole, optional, size, whole
 from blocksparse.kernels.common.sizes import FAR, HeadMask, cdiv
 from blocksparse.kernels.gemm.products import run_sums
-from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.select.top_cdf import running_share
 from blocksparse.kernels.select.top_k import routed
@@ -230,7 +230,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         lag = (i - j).abs()  # [rows, cols]
         on_diagonal = kept[1].gather(-1, lag.flatten().expand(*columns.shape[:2], -1))
         keep = kept[0].unsqueeze(2) | on_diagonal.view(*columns.shape[:2], *lag.shape)
-        return within_reach(keep | (mass >= 1).unsqueeze(-1), grid, places=Places(first=1), diagonal=True)
+        return within_reach(keep | (mass >= 1).unsqueeze(-1), grid, always=AlwaysKept(first=1), diagonal=True)
 
     def _blocks(self, block: int) -> tuple[int, int | None]:
         """`min_budget` and `max_budget` in blocks, rounded up; None for no limit."""

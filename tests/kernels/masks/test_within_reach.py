@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.masks.reach_triton import within_reach_triton
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
@@ -50,9 +50,9 @@ def test_finer_blocks(kind: str, n: int, device: str) -> None:
             assert torch.equal(got.expand_as(want), want)
 
 
-PLACES = [
-    Places(near=0), Places(near=21), Places(first=1), Places(first=40), Places(stride=(1, 0)), Places(stride=(5, 2**32 - 1)),
-    Places(near=9, first=3, stride=(7, 3)), Places(last=1), Places(first=3, last=30),
+ALWAYS = [
+    AlwaysKept(near=0), AlwaysKept(near=21), AlwaysKept(first=1), AlwaysKept(first=40), AlwaysKept(stride=(1, 0)), AlwaysKept(stride=(5, 2**32 - 1)),
+    AlwaysKept(near=9, first=3, stride=(7, 3)), AlwaysKept(last=1), AlwaysKept(first=3, last=30),
 ]  # fmt: skip
 
 
@@ -64,29 +64,29 @@ def test_places(kind: str, device: str) -> None:
     B, Hq, rows, cols = heads_of(grid)
     keep = random_choice(B, Hq, rows, cols, device=device)
     skipped = grid.q_lead // fine.q_block
-    for i, places in enumerate(PLACES):
+    for i, always in enumerate(ALWAYS):
         diagonal = i % 2 == 0  # in turn, also in the loop below
         for args in ((None, grid), (keep, grid), (keep, fine, 2, skipped)):
             diagonal = not diagonal
-            want = within_reach.reference(*args, places=places, diagonal=diagonal)
+            want = within_reach.reference(*args, always=always, diagonal=diagonal)
             for compute in (within_reach_triton, within_reach):
-                assert torch.equal(compute(*args, places=places, diagonal=diagonal).expand_as(want), want)
+                assert torch.equal(compute(*args, always=always, diagonal=diagonal).expand_as(want), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_any_size(kind: str, device: str) -> None:
-    """All places are near, and first, whatever number beyond the prompt says so."""
+    """All blocks are near, and first, whatever number beyond the prompt says so."""
     grid = make_grid(kind, device)
     for n in (2**20, 2**31 - 1, 2**32, 2**70):
-        for places in (Places(near=n), Places(first=n)):
+        for always in (AlwaysKept(near=n), AlwaysKept(first=n)):
             for compute in (within_reach_triton, within_reach.reference):
-                assert torch.equal(compute(None, grid, places=places), grid.reachable)
-        rare = Places(stride=(n, 1))
-        want = within_reach.reference(None, grid, places=rare)
-        assert torch.equal(within_reach_triton(None, grid, places=rare).expand_as(want), want)
+                assert torch.equal(compute(None, grid, always=always), grid.reachable)
+        rare = AlwaysKept(stride=(n, 1))
+        want = within_reach.reference(None, grid, always=rare)
+        assert torch.equal(within_reach_triton(None, grid, always=rare).expand_as(want), want)
 
 
 def test_two_of_a_kind_are_not_one() -> None:
-    assert Places(near=3).joined(Places(first=2)) == Places(near=3, first=2)
-    assert Places(near=3).joined(Places(near=3)) is None
-    assert Places(near=0).joined(Places(near=1, first=2)) is None
+    assert AlwaysKept(near=3).joined(AlwaysKept(first=2)) == AlwaysKept(near=3, first=2)
+    assert AlwaysKept(near=3).joined(AlwaysKept(near=3)) is None
+    assert AlwaysKept(near=0).joined(AlwaysKept(near=1, first=2)) is None

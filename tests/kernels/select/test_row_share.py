@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse.kernels.masks.grid import NOWHERE, Places
+from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept
 from blocksparse.kernels.select.top_cdf import MAX_COLS, Of, row_share
 from tests.kernels.block_grids import heads_of, make_grid
 from tests.kernels.select.test_top_cdf import a_mass, generator, one_row, targets
@@ -26,10 +26,10 @@ def test_kernel_and_reference(kind: str, of: Of, device: str) -> None:
     forced = torch.rand(heads_of(grid), generator=generator()).to(device) < 0.2
     for alpha in (targets([0.3, 0.1, 1.0], device), 0.05):
         for also in (None, forced):
-            for places in (NOWHERE, Places(near=3, last=2)):
-                want = row_share.reference(values, also, alpha, grid, of=of, places=places)
+            for always in (NO_BLOCKS, AlwaysKept(near=3, last=2)):
+                want = row_share.reference(values, also, alpha, grid, of=of, always=always)
                 for compute in (row_share_triton, row_share):
-                    assert torch.equal(compute(values, also, alpha, grid, of=of, places=places), want)
+                    assert torch.equal(compute(values, also, alpha, grid, of=of, always=always), want)
 
 
 def test_share_of_a_row_is_that_of_the_definition(device: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.masks.grid import Places
+from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.select.top_cdf import top_cdf, top_cdf_reference
 from blocksparse.testing import make_qkv
@@ -133,12 +133,16 @@ def test_places_are_kept_besides(kind: str, device: str) -> None:
     """The choice itself is the one without them: they take no part in the sums."""
     grid = make_grid(kind, device)
     values = a_mass(grid, 3.0, device)
-    rules = (Places(near=5), False), (Places(near=3, first=1, stride=(3, 7)), True), (Places(near=2, last=9), True)
-    for places, crossing in rules:
+    rules = (
+        (AlwaysKept(near=5), False),
+        (AlwaysKept(near=3, first=1, stride=(3, 7)), True),
+        (AlwaysKept(near=2, last=9), True),
+    )
+    for always, crossing in rules:
         alone = top_cdf_reference(values, None, 0.6, grid, crossing=crossing)
-        want = within_reach.reference(alone, grid, places=places, diagonal=True)
+        want = within_reach.reference(alone, grid, always=always, diagonal=True)
         for compute in (top_cdf_triton, top_cdf, top_cdf_reference):
-            assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, places=places), want)
+            assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, always=always), want)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 `sees`: Which keys a query sees: the rule for single pairs, which all definitions in plain torch use.
 `BlockGrid`: The first and the last original position of every block, for kernels over blocks.
 `TokenPositions`: Original positions of the tokens in every row and column of blocks, for attention kernels.
-`places`: Rules of position as numbers, which one kernel launch applies together.
+`AlwaysKept`: Blocks that are kept for their position, as numbers that one kernel launch applies together.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class BlockGrid(Protocol):
 
 @frozen(eq=False)
 class TokenPositions:
-    """Original positions by place: a place is where a token stands among the blocks of all rows, or of all columns."""
+    """Original positions by slot, those of the blocks of all rows one behind another, or of all columns."""
 
-    q_position: Tensor  # [B|1, Hq|1, rows * q_block] int32, -1 where the place is empty
+    q_position: Tensor  # [B|1, Hq|1, rows * q_block] int32, -1 where the slot is empty
     k_position: Tensor  # [B|1, H|1, G, cols * k_block] int32, for each key map
     group_of_row: Tensor | None  # [rows], the key map of each row; None if there is one map
-    q_lead: int  # empty places before the first query
+    q_lead: int  # empty slots before the first query
     causal: bool  # whether keys after a query are masked
     q_in_order: bool  # queries stand in original order, so that their positions need not be read
     k_in_order: bool  # keys likewise
@@ -123,22 +123,22 @@ class TokenPositions:
         return evolve(self, q_position=cut(self.q_position), k_position=cut(self.k_position))
 
 
-class Places(NamedTuple):
-    """Blocks that are chosen by position; a field of None chooses none. All numbers may be of any size."""
+class AlwaysKept(NamedTuple):
+    """Blocks that are kept for their position; a field of None keeps none. All numbers may be of any size."""
 
     near: int | None = None  # tokens: the blocks of `BlockGrid.within(near)`
     first: int | None = None  # tokens: the blocks of `BlockGrid.holding_first(first)`
     stride: tuple[int, int] | None = None  # (eta, seed): one of every eta blocks of a row, as `Stride` draws them
     last: int | None = None  # queries: all blocks of the rows that hold one of the last so many of the prompt
 
-    def joined(self, other: Places) -> Places | None:
-        """The places that either chooses; None if both set the same field."""
+    def joined(self, other: AlwaysKept) -> AlwaysKept | None:
+        """What either keeps; None if both set the same field."""
         if any(mine is not None and its is not None for mine, its in zip(self, other, strict=True)):
             return None
         return self._replace(**{name: its for name, its in other._asdict().items() if its is not None})
 
 
-NOWHERE = Places()
+NO_BLOCKS = AlwaysKept()
 
 
 def last_from(queries: int, grid: BlockGrid) -> int:

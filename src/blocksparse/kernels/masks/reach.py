@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.masks.grid import NOWHERE, BlockGrid, Places, last_from
+from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept, BlockGrid, last_from
 
 _MASK = 2**32 - 1
 Numbers = TypeVar("Numbers", int, Tensor)
@@ -61,7 +61,7 @@ def within_reach(
     n: int = 1,
     skipped: int = 0,
     *,
-    places: Places = NOWHERE,
+    always: AlwaysKept = NO_BLOCKS,
     segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
@@ -74,7 +74,7 @@ def within_reach(
         keep: bool, each entry for `n` x `n` blocks of `grid`: `[B|1, H|1, ceil((rows + skipped) / n), ceil(cols / n)]`.
             If `n` is 1, its last axes may be 1, and those before them may be missing. None chooses no block.
         skipped: rows of blocks at the start of `keep` that are not part of `grid`.
-        places: by which further blocks are chosen.
+        always: further blocks that are chosen by position.
         segment: a number of tokens; the blocks of `grid.own_segment(segment)` are chosen, too.
         diagonal: the blocks of `grid.diagonal` are chosen, too.
     """
@@ -83,14 +83,14 @@ def within_reach(
     if n > 1:
         chosen = chosen.repeat_interleave(n, dim=-2).repeat_interleave(n, dim=-1)
         chosen = chosen[..., skipped : skipped + reachable.shape[-2], : reachable.shape[-1]]
-    if places.near is not None:
-        chosen = chosen | grid.within(places.near)
-    if places.first is not None:
-        chosen = chosen | grid.holding_first(places.first)
-    if places.stride is not None:
-        chosen = chosen | every(*places.stride, grid)
-    if places.last is not None:
-        chosen = chosen | (grid.q_last >= last_from(places.last, grid))
+    if always.near is not None:
+        chosen = chosen | grid.within(always.near)
+    if always.first is not None:
+        chosen = chosen | grid.holding_first(always.first)
+    if always.stride is not None:
+        chosen = chosen | every(*always.stride, grid)
+    if always.last is not None:
+        chosen = chosen | (grid.q_last >= last_from(always.last, grid))
     if segment is not None:
         chosen = chosen | grid.own_segment(segment)
     return (chosen | grid.diagonal if diagonal else chosen) & reachable

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import FAR, cdiv, power_of_2
-from blocksparse.kernels.masks.grid import NOWHERE, BlockGrid, Places, last_from
+from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept, BlockGrid, last_from
 from blocksparse.kernels.masks.grid_triton import (
     diagonal_blocks,
     load_positions,
@@ -86,7 +86,7 @@ def within_reach_triton(
     n: int = 1,
     skipped: int = 0,
     *,
-    places: Places = NOWHERE,
+    always: AlwaysKept = NO_BLOCKS,
     segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
@@ -102,20 +102,20 @@ def within_reach_triton(
     tile = tile_of_blocks(_TILE)
     _within_reach_kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
         keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
-        *numbers_of_places(grid, places), None if segment is None else min(segment, FAR),
+        *numbers_of_always_kept(grid, always), None if segment is None else min(segment, FAR),
         N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, WINDOW=grid.window, **tile,
         num_warps=4,
     )  # fmt: skip
     return out
 
 
-def numbers_of_places(grid: BlockGrid, places: Places) -> tuple[int | None, ...]:
-    """What `with_places` takes of places: near, first, eta, state, first_row and from_query.
+def numbers_of_always_kept(grid: BlockGrid, always: AlwaysKept) -> tuple[int | None, ...]:
+    """What `with_always_kept` takes of them: near, first, eta, state, first_row and from_query.
 
     Numbers beyond every position become `FAR`, so that the kernel's int32 hold them and their sums with positions.
     """
-    eta, state = (None, None) if places.stride is None else (min(places.stride[0], FAR), mix(places.stride[1]))
-    near, first, last = (None if x is None else min(x, FAR) for x in (places.near, places.first, places.last))
+    eta, state = (None, None) if always.stride is None else (min(always.stride[0], FAR), mix(always.stride[1]))
+    near, first, last = (None if x is None else min(x, FAR) for x in (always.near, always.first, always.last))
     return near, first, eta, state, grid.first_row, None if last is None else last_from(last, grid)
 
 
@@ -127,7 +127,7 @@ def _own(keep: Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def with_places(
+def with_always_kept(
     keep,
     q_first,
     q_last,
@@ -180,7 +180,7 @@ def _within_reach_kernel(
         keep = tl.load(keep_at, mask=inside, other=0) != 0
     else:
         keep = tl.zeros([ROWS, COLS], tl.int1)
-    keep = with_places(
+    keep = with_always_kept(
         keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL
     )  # fmt: skip
     if segment is not None:

@@ -14,7 +14,7 @@ that is taken, the kernel compiled for CPUs takes blocks from a heap, and the pl
     peak:  keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] max_col values[b, h, row] > 0
     row:   keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] sum_col values[b, h, row] / sqrt(n[row]) > 0
 
-with the number `n` of blocks that the row can reach; and those that are forced, on the diagonal, or at one of `places`.
+with the number `n` of blocks that the row can reach; and those that are forced, on the diagonal, or in `always`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.masks.grid import NOWHERE, BlockGrid, Places
+from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept, BlockGrid
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.score import cpu_choices, cpu_scores
 
@@ -39,7 +39,7 @@ class RunningShare(NamedTuple):
     after: Tensor  # fp32, the share that is taken with it
 
     def put_back(self, taken: Tensor) -> Tensor:
-        """`taken`, a bool for each entry in the order of taking, put back into the order of places."""
+        """`taken`, a bool for each entry in the order of taking, put back into the order of columns."""
         return torch.empty_like(taken).scatter_(-1, self.order, taken)
 
 
@@ -83,7 +83,7 @@ def top_cdf(
     grid: BlockGrid,
     *,
     crossing: bool,
-    places: Places = NOWHERE,
+    always: AlwaysKept = NO_BLOCKS,
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
@@ -94,14 +94,14 @@ def top_cdf(
         mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
         crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
             the heaviest block that is not forced is kept in any case.
-        places: by which further blocks are kept.
+        always: further blocks to keep, by position.
     """
     if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
         from blocksparse.kernels.select.top_cdf_triton import top_cdf_triton
 
-        return top_cdf_triton(values, forced, mass, grid, crossing, places)
+        return top_cdf_triton(values, forced, mass, grid, crossing, always)
     on_cpu = values.dtype == torch.float32 and cpu_scores.takes(values)
-    return top_cdf_reference(values, forced, mass, grid, crossing, places, compiled=on_cpu)
+    return top_cdf_reference(values, forced, mass, grid, crossing, always, compiled=on_cpu)
 
 
 def top_cdf_reference(
@@ -110,7 +110,7 @@ def top_cdf_reference(
     mass: float | Tensor,
     grid: BlockGrid,
     crossing: bool,
-    places: Places = NOWHERE,
+    always: AlwaysKept = NO_BLOCKS,
     *,
     compiled: bool = False,
 ) -> Tensor:
@@ -118,9 +118,9 @@ def top_cdf_reference(
     if not isinstance(mass, Tensor):
         mass = torch.full((1, 1, 1, 1), mass, dtype=torch.float64, device=values.device)  # a host copy would wait
     mass, reachable = mass.float(), grid.reachable
-    always = grid.diagonal if forced is None else grid.diagonal | forced
+    at_least = grid.diagonal if forced is None else grid.diagonal | forced
     if compiled:
-        keep = cpu_choices.shares_on_cpu(values, forced, mass, reachable, always, crossing=crossing)
+        keep = cpu_choices.shares_on_cpu(values, forced, mass, reachable, at_least, crossing=crossing)
     else:
         share = running_share(values.masked_fill(~reachable, 0.0), first=forced)
         if crossing:
@@ -129,8 +129,8 @@ def top_cdf_reference(
             before = 0 if forced is None else forced.expand(share.ticks.shape).sum(-1, keepdim=True)
             rank = torch.arange(values.shape[-1], device=mass.device)
             taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
-        keep = (share.put_back(taken) | always) | (mass >= 1)
-    return within_reach.reference(keep, grid, places=places)
+        keep = (share.put_back(taken) | at_least) | (mass >= 1)
+    return within_reach.reference(keep, grid, always=always)
 
 
 @on_gpus(torch.float32, where=lambda values, *_, **__: values.shape[-1] <= MAX_COLS)
@@ -141,7 +141,7 @@ def row_share(
     grid: BlockGrid,
     *,
     of: Of,
-    places: Places = NOWHERE,
+    always: AlwaysKept = NO_BLOCKS,
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 
@@ -149,7 +149,7 @@ def row_share(
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
         alpha: a number, or `[1, H|1, 1, 1]`; rounded to fp32.
         of: what `alpha` is a share of: the row's best block, or the row.
-        places: by which further blocks are kept.
+        always: further blocks to keep, by position.
     """
     reachable = grid.reachable
     values = values.where(reachable, 0.0)
@@ -166,4 +166,4 @@ def row_share(
         least = alpha.double() * ticks.sum(-1, keepdim=True).double()
         keep = (ticks.double() * root >= least) & (ticks > 0)
     keep = keep if forced is None else keep | forced
-    return within_reach.reference(keep, grid, places=places, diagonal=True)
+    return within_reach.reference(keep, grid, always=always, diagonal=True)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import head_strides
-from blocksparse.kernels.masks.grid import NOWHERE, BlockGrid, Places
+from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept, BlockGrid
 from blocksparse.kernels.masks.grid_triton import (
     any_of,
     diagonal_blocks,
@@ -26,7 +26,7 @@ from blocksparse.kernels.masks.grid_triton import (
     strides,
     tile,
 )
-from blocksparse.kernels.masks.reach_triton import numbers_of_places, with_places
+from blocksparse.kernels.masks.reach_triton import numbers_of_always_kept, with_always_kept
 from blocksparse.kernels.select.top_k_triton import cut, first_of, width_of_rows
 from blocksparse.launch.launches import remembered
 
@@ -45,7 +45,7 @@ def top_cdf_triton(
     mass: float | Tensor,
     grid: BlockGrid,
     crossing: bool,
-    places: Places = NOWHERE,
+    always: AlwaysKept = NO_BLOCKS,
 ) -> Tensor:
     """Launch the kernel; arguments as in `top_cdf`."""
     B, H, rows, cols = values.shape
@@ -57,7 +57,7 @@ def top_cdf_triton(
         strides(values), None if forced is None else strides(forced),
         None if of_head is None else head_strides(of_head)[1], strides(keep),
         rows, cols, float(mass) if of_head is None else None,
-        *numbers_of_places(grid, places),
+        *numbers_of_always_kept(grid, always),
         CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=1, COLS=wide,
         num_warps=num_warps,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def _top_cdf_kernel(
         k_first = tl.load(k_first_at, mask=inside, other=0, volatile=True)
     reachable = ticks > _UNREACHABLE
     always = diagonal_blocks(reachable, q_first, k_last, CAUSAL) | (ticks == _FORCED)
-    placed = with_places(
+    placed = with_always_kept(
         share >= 1.0, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL
     )  # fmt: skip
     keep = taken | always | (placed & reachable)
@@ -213,7 +213,7 @@ def row_share_triton(
     grid: BlockGrid,
     *,
     of: Literal["peak", "row"],
-    places: Places = NOWHERE,
+    always: AlwaysKept = NO_BLOCKS,
 ) -> Tensor:
     """Launch the kernel; arguments as in `row_share`."""
     B, H, rows, cols = values.shape
@@ -225,7 +225,7 @@ def row_share_triton(
         strides(values), None if forced is None else strides(forced),
         None if of_head is None else head_strides(of_head)[1], strides(keep),
         rows, cols, float(alpha) if of_head is None else None,
-        *numbers_of_places(grid, places),
+        *numbers_of_always_kept(grid, always),
         OF_ROW=of == "row", CAUSAL=grid.causal, WINDOW=grid.window, ROWS=1, COLS=wide,
         num_warps=num_warps,
     )  # fmt: skip
@@ -262,7 +262,7 @@ def _row_share_kernel(
         keep = (values >= alpha * best) & (values > 0.0)
     if forced_ptr is not None:
         keep = keep | (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0)
-    keep = with_places(
+    keep = with_always_kept(
         keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL
     )  # fmt: skip
     keep = (keep & reachable) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)

@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.sizes import FAR, HeadMask
-from blocksparse.kernels.masks.grid import BlockGrid, Places
+from blocksparse.kernels.masks.grid import AlwaysKept, BlockGrid
 from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.select.top_cdf import running_share
 
@@ -75,7 +75,7 @@ def line_blocks(
         keep = keep | (whole.float() >= 1).unsqueeze(-1)
     if also is not None:
         keep = keep | also
-    return within_reach(keep, grid, places=Places(first=first), diagonal=True)
+    return within_reach(keep, grid, always=AlwaysKept(first=first), diagonal=True)
 
 
 def crossed(bands: Lines, grid: BlockGrid) -> Tensor:
