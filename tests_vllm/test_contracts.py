@@ -18,13 +18,13 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from blocksparse import a_shape
-from blocksparse.hosts.serving.metrics import Counters, Estimates
 from blocksparse.hosts.serving.runs import Split
 from blocksparse.hosts.serving.settings import Settings
 from blocksparse.hosts.serving.worth import Kinds, Worth
 from blocksparse.hosts.vllm import cpu, cuda, register
 from blocksparse.hosts.vllm.engine import Engine
 from blocksparse.observe.audit import Audit
+from blocksparse.observe.metrics import AuditGauges, PromptCounters
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def test_prometheus_has_the_counters() -> None:
     def counted(name: str, attention: str) -> float:
         return REGISTRY.get_sample_value(name, {"attention": attention}) or 0.0
 
-    counters, before = Counters(), counted("blocksparse_prompts_total", "sparse")
+    counters, before = PromptCounters(), counted("blocksparse_prompts_total", "sparse")
     split = Split.of([0, 1, 101, 121], [50, 300, 20], min_tokens=100, min_queries=16)
-    counters.saw([split])
+    counters.saw(split.prompts, split.queries)
     assert counted("blocksparse_prompts_total", "sparse") - before == 1
     assert counted("blocksparse_prompt_tokens_total", "fewer than min_tokens") >= 20
     assert counted("blocksparse_prompts_total", "decode") == 0
@@ -158,13 +158,13 @@ def test_prometheus_has_what_audits_found() -> None:
         assert isinstance(found, float)
         return found
 
-    estimates, pipeline = Estimates(Audit(rows=16, every=2)), a_shape(sink=16, local=32, block=16)
+    gauges, pipeline = AuditGauges(Audit(rows=16, every=2)), a_shape(sink=16, local=32, block=16)
     q, k, v = (torch.randn(1, heads, 160, 16) for heads in (4, 2, 2))
-    asked = [estimates.wants(11) for _ in range(4)]
+    asked = [gauges.wants(11) for _ in range(4)]
     assert sum(asked) == 2
-    estimates.saw(11, trace := pipeline.trace(q, k, v))
+    gauges.saw(11, trace := pipeline.trace(q, k, v))
     assert gauge("density") == pytest.approx(float(trace.density().mean()))
-    (found,) = estimates.audit.layers()
+    (found,) = gauges.audit.layers()
     for name, estimate in (("covered_mass", found.covered_mass), ("error", found.error)):
         assert estimate is not None
         assert gauge(name, of="estimate") == pytest.approx(estimate.value)

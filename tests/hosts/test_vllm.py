@@ -38,7 +38,6 @@ from blocksparse import (
 )
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.serving.layer import LayerAttention, Workspace, record_dense
-from blocksparse.hosts.serving.metrics import Estimates
 from blocksparse.hosts.serving.runs import Runs, Split
 from blocksparse.hosts.serving.settings import Served
 from blocksparse.hosts.serving.warm import pays_from, sizes, warm
@@ -49,6 +48,7 @@ from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configu
 from blocksparse.hosts.vllm.requests import Requests, watch
 from blocksparse.launch.replay import owner_of
 from blocksparse.observe import Audit
+from blocksparse.observe.metrics import AuditGauges
 from blocksparse.spec import AttentionSpec
 from blocksparse.testing import make_qkv
 
@@ -209,15 +209,15 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
     )
     assert settings.audit is not None
     pytest.importorskip("prometheus_client")
-    pipeline, estimates = a_shape(sink=16, local=32, block=16), Estimates(settings.audit)
+    pipeline, gauges = a_shape(sink=16, local=32, block=16), AuditGauges(settings.audit)
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
-    audited, plain = (LayerAttention(pipeline, 2, None, Workspace(160), its) for its in (estimates, None))
+    audited, plain = (LayerAttention(pipeline, 2, None, Workspace(160), its) for its in (gauges, None))
     out, expected = torch.empty_like(q), torch.empty_like(q)
     plain._attend(q, k, v, expected, {"scale": 0.25})
     for _ in range(9):
         audited._attend(q, k, v, out, {"scale": 0.25})
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
-    (found,) = estimates.audit.layers()
+    (found,) = gauges.audit.layers()
     assert (found.layer, found.calls, found.audited, found.crossed, found.dense) == (2, 9, 3, 3, False)
     assert found.error is not None
     assert found.error.value > 0.01
@@ -359,8 +359,8 @@ def test_an_audited_call_finds_its_kernels_compiled(monkeypatch: pytest.MonkeyPa
         Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16),
     )
     query = torch.randn(64, 4, 16)
-    for estimates in (None, Estimates(Audit())):
-        attention = LayerAttention(mean_pooling(block=16), 0, None, Workspace(300), estimates)
+    for gauges in (None, AuditGauges(Audit())):
+        attention = LayerAttention(mean_pooling(block=16), 0, None, Workspace(300), gauges)
         warm(attention, worth, settings, query, query.clone(), tokens=300, page_size=16)
     assert traced == [(1, 4, 64, 16)]
 

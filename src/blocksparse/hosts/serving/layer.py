@@ -19,11 +19,11 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.hosts.serving.metrics import Estimates
 from blocksparse.hosts.serving.runs import Prefills
 from blocksparse.inputs import UnsupportedError
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.observe.metrics import AuditGauges
 from blocksparse.spec import Asked, AttentionSpec
 
 
@@ -73,7 +73,7 @@ class LayerAttention:
     layer: int
     recorder: DensityRecorder | None
     workspace: Workspace
-    estimates: Estimates | None = None
+    gauges: AuditGauges | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
 
@@ -103,9 +103,9 @@ class LayerAttention:
             self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, asked)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, asked: Asked) -> None:
-        estimates = self.estimates if self.estimates is not None and self.estimates.wants(self.layer) else None
+        gauges = self.gauges if self.gauges is not None and self.gauges.wants(self.layer) else None
         try:
-            if self.recorder is None and estimates is None:
+            if self.recorder is None and gauges is None:
                 self.pipeline(q, k, v, **asked, out=out)
                 return
             trace = self.pipeline.trace(q, k, v, **asked)
@@ -118,8 +118,8 @@ class LayerAttention:
             return
         if self.recorder is not None:
             self.recorder.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2])
-        if estimates is not None:
-            estimates.saw(self.layer, trace)
+        if gauges is not None:
+            gauges.saw(self.layer, trace)
         out.copy_(trace.output.out)
 
 

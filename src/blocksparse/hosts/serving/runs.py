@@ -130,6 +130,11 @@ class Split:
     reasons: Counter[str]
     queries: Counter[str]  # by the same reasons, and of those that are "sparse"
 
+    @property
+    def prompts(self) -> Counter[str]:
+        """The number of requests, by the same reasons, and of those that are "sparse"."""
+        return self.reasons + Counter(sparse=len(self.sparse))
+
     @classmethod
     def of(
         cls,

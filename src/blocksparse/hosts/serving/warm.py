@@ -95,7 +95,7 @@ def warm(
         try:
             k, v = table.gather_one(0, keys, values, room)
             attention.pipeline(q, k, v, **attention.asked(None), out=rows)
-            if attention.estimates is not None:  # a call that is audited has a trace
+            if attention.gauges is not None:  # a call that is audited has a trace
                 attention.pipeline.trace(q, k, v, **attention.asked(None))
         except UnsupportedError as error:
             raise ConfigurationError(

@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
 from blocksparse.hosts.serving.layer import LayerAttention, Workspace
-from blocksparse.hosts.serving.metrics import Estimates
 from blocksparse.hosts.serving.runs import Runs
 from blocksparse.hosts.serving.settings import KEY as NAME
 from blocksparse.hosts.serving.settings import ConfigurationError, Host, Served, Settings
@@ -21,6 +20,7 @@ from blocksparse.hosts.serving.worth import Kinds, Worth
 from blocksparse.hosts.sglang.batch import SparsePrefill, layer_is_dense_because
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.observe.metrics import AuditGauges
 
 HOST = Host(NAME, "--json-model-override-args")
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def _layers(
 ) -> dict[Any, LayerAttention | str]:
     """The attention of each layer, or the reason why it is dense."""
     layers: dict[Any, LayerAttention | str] = {}
-    estimates = None if settings.audit is None else Estimates(settings.audit)
+    gauges = None if settings.audit is None else AuditGauges(settings.audit)
     for layer in runner.model.modules():
         if isinstance(layer, RadixAttention):
             index = layer.layer_id
@@ -109,7 +109,7 @@ def _layers(
             elif pipeline is None:
                 layers[layer] = "no pipeline for this layer"
             else:
-                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, estimates)
+                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, gauges)
     return layers
 
 

@@ -12,13 +12,13 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu_worker import Worker
 
 from blocksparse.check.per_head import read_changed_again
-from blocksparse.hosts.serving.metrics import Counters
 from blocksparse.hosts.serving.runs import Runs
 from blocksparse.hosts.serving.worth import Kinds
 from blocksparse.hosts.vllm.batch import Batch
 from blocksparse.hosts.vllm.impl import SparsePrefill
 from blocksparse.hosts.vllm.requests import TURNED_OFF, Requests, watch
 from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.observe.metrics import PromptCounters
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 
@@ -36,7 +36,7 @@ class SplitBatches:
 
     _kinds: Kinds | None = None  # None is the native backend alone
     _recorder: DensityRecorder | None = None
-    _counters: Counters | None = None
+    _counters: PromptCounters | None = None
     _sinks: Sequence[Tensor] = ()  # of the sparse layers
 
     def __init__(
@@ -130,7 +130,8 @@ class SplitBatches:
         made: dict[Runs, Batch] = {}
         splits = kinds.splits(starts, lengths, dense=dense, own=own, remaining=remaining)
         if self._counters is not None:
-            self._counters.saw(splits)
+            split = max(splits, key=lambda split: len(split.sparse))  # of the layers in which most are sparse
+            self._counters.saw(split.prompts, split.queries)
         for kind, split in enumerate(splits):
             if split.sparse not in made:
                 made[split.sparse] = Batch.of(

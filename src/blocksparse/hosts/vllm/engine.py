@@ -14,12 +14,12 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.hosts.serving.layer import LayerAttention, Workspace
-from blocksparse.hosts.serving.metrics import Counters, Estimates
 from blocksparse.hosts.serving.settings import KEY, Host, Served, Settings
 from blocksparse.hosts.serving.warm import pays_from, warm
 from blocksparse.hosts.serving.worth import Worth
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.observe.metrics import AuditGauges, PromptCounters
 
 _log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say
 HOST = Host("BLOCKSPARSE", "--additional-config")
@@ -45,17 +45,17 @@ class Engine:
     page_size: int = 16
     recorder: DensityRecorder | None = field(init=False)
     workspace: Workspace = field(init=False)
-    counters: Counters = field(factory=Counters, init=False)
-    estimates: Estimates | None = field(init=False)
+    counters: PromptCounters = field(factory=PromptCounters, init=False)
+    gauges: AuditGauges | None = field(init=False)
     _warmed: set[tuple[object, ...]] = field(factory=set, init=False)
 
     @recorder.default
     def _new_recorder(self) -> DensityRecorder | None:
         return DensityRecorder() if self.settings.record else None
 
-    @estimates.default
-    def _new_estimates(self) -> Estimates | None:
-        return None if self.settings.audit is None else Estimates(self.settings.audit)
+    @gauges.default
+    def _new_gauges(self) -> AuditGauges | None:
+        return None if self.settings.audit is None else AuditGauges(self.settings.audit)
 
     @workspace.default
     def _new_workspace(self) -> Workspace:
@@ -90,7 +90,7 @@ class Engine:
         pipeline = self.settings.layers[layer]
         if pipeline is None:
             return "no pipeline for this layer"
-        return LayerAttention(pipeline, layer, self.recorder, self.workspace, self.estimates)
+        return LayerAttention(pipeline, layer, self.recorder, self.workspace, self.gauges)
 
     def warm(self, attention: LayerAttention, worth: Worth, query: Tensor, out: Tensor) -> None:
         """Take memory and compile kernels for a pipeline, in the first of the layers that have it.
@@ -169,9 +169,9 @@ class RecordReader:
     def blocksparse_audit(self) -> str:
         """A line per layer: audited calls, covered mass and error."""
         engine = Engine.there(self.vllm_config)
-        if engine is None or engine.estimates is None:
+        if engine is None or engine.gauges is None:
             return """nothing is audited: add "audit": {} to the configuration of blocksparse"""
-        return engine.estimates.audit.table()
+        return engine.gauges.audit.table()
 
     def blocksparse_clear(self) -> None:
         """Begin a new record."""

@@ -1,21 +1,18 @@
-"""Metrics for Prometheus: how many prompts went sparse, and what an audit finds.
+"""Metrics of an engine for Prometheus.
 
-Counters    `Counters`: how many prompts went sparse, and why others did not, for Prometheus.
-Estimates   `Estimates`: what an audit finds in the layers of an engine, and how dense their calls are, for
-            Prometheus.
+PromptCounters  How many prompts went sparse, and why others did not.
+AuditGauges     What an audit finds in each layer, and how dense its calls are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from blocksparse.hosts.serving.runs import Split
 from blocksparse.layers.attention import LayerTrace
 from blocksparse.observe.audit import Audit
 
@@ -47,7 +44,7 @@ def _gauge(name: str, about: str, *labels: str) -> Any:
 
 
 @final
-class Counters:
+class PromptCounters:
     """Counters of the prefill steps of one engine. The host knows all of it before the layers run.
 
     It is kept once per step, not per layer. Steps that only decode are not seen.
@@ -63,10 +60,8 @@ class Counters:
         self._owner = self._owner or layer
         return self._owner == layer
 
-    def saw(self, splits: Iterable[Split]) -> None:
-        """Add the prompts of one step, by the kind of layers in which most of them are sparse."""
-        split = max(splits, key=lambda split: len(split.sparse))
-        prompts, tokens = split.reasons + Counter(sparse=len(split.sparse)), split.queries
+    def saw(self, prompts: Counter[str], tokens: Counter[str]) -> None:
+        """Add the prompts of one step, and their tokens: those that are "sparse", and others by the reason."""
         for mine, found, metric in zip((self.prompts, self.tokens), (prompts, tokens), _counters(), strict=True):
             for attention, n in found.items():
                 if n and attention != "decode":
@@ -79,7 +74,7 @@ class Counters:
 
 
 @final
-class Estimates:
+class AuditGauges:
     """An audit, and gauges that are set to what it knows whenever it audits a call. Nothing waits for a GPU.
 
     Args:
