@@ -22,7 +22,7 @@ from blocksparse.presets.named import written
 from blocksparse.testing import every_preset
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT
-from blocksparse.tools.demo.measure import Row, build, perplexity
+from blocksparse.tools.demo.measure import MethodResult, build, perplexity
 from blocksparse.tools.demo.model import dtype_for
 from blocksparse.tools.demo.picture import Panel, draw, pooled_attention
 from blocksparse.tools.demo.run import legend, table, write_json
@@ -99,10 +99,10 @@ def test_perplexity_counts_the_text_only(tiny: Path) -> None:
     )
 
 
-def rows() -> list[Row]:
+def rows() -> list[MethodResult]:
     return [
-        Row("dense", 2.0, 1.0, 1.0, 40.0, "12345", True, "sdpa", 0.0, "None"),
-        Row("pbs_attn", 1.5, 0.5, 0.55, 41.0, "[b]1", False, "FlexExecutor runs", 3.0, "Pipeline(...)"),
+        MethodResult("dense", 2.0, 1.0, 1.0, 40.0, "12345", True, "sdpa", 0.0, "None"),
+        MethodResult("pbs_attn", 1.5, 0.5, 0.55, 41.0, "[b]1", False, "FlexExecutor runs", 3.0, "Pipeline(...)"),
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.distributed.ranks import Call
+from blocksparse.distributed.ranks import ShardedCall
 from blocksparse.distributed.scheme import attend_whole
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests import stages
@@ -189,7 +189,7 @@ def test_a_rank_says_what_it_visited() -> None:
     """One of several GPUs that has the whole prompt, and gives its lse to others."""
     q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=200, D=16)
     means = bs.mean_pooling(0.4, block=32, executor=bs.RemainderExecutor(bs.ReferenceExecutor()))
-    call = Call(bs.AttentionSpec(scale=0.25), with_lse=True, Hq=4, Hkv=2)
+    call = ShardedCall(bs.AttentionSpec(scale=0.25), with_lse=True, Hq=4, Hkv=2)
     output, expected = attend_whole(means, q, k, lambda: v, call, dense=False), means.trace(q, k, v).output
     assert output.exact_lse is not None
     assert expected.exact_lse is not None

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from blocksparse import LastQueries, Pipeline, a_shape
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.hosts.serving.layer import LayerAttention, Workspace
+from blocksparse.hosts.serving.layer import PagedAttention, Workspace
 from blocksparse.hosts.serving.settings import ConfigurationError, Host, Served, Settings
 from blocksparse.hosts.serving.worth import Kinds, Worth
 from blocksparse.hosts.sglang import DensityRecorder, _note_prompts
-from blocksparse.hosts.sglang.batch import PROMPTS, Batch, SparsePrefill
+from blocksparse.hosts.sglang.batch import PROMPTS, Batch, SparseExtend
 from blocksparse.spec import AttentionSpec
 
 HQ, HKV, D = 4, 2, 16
@@ -126,7 +126,7 @@ class Engine:
         self.stock, self.rest = Stock(self.cache, self.slots), Stock(self.cache, self.slots)
         settings = Settings((), min_tokens=100, min_queries=16, dense_below=0)
         worth = Worth.of(0, torch.empty(()), heads=HQ, kv_heads=HKV, head_dim=D)
-        self.prefill = SparsePrefill(
+        self.prefill = SparseExtend(
             stock=self.stock.forward_extend,
             rests=[self.rest],
             layers={},
@@ -137,9 +137,9 @@ class Engine:
             write_loc=lambda batch, layer: batch.out_cache_loc,
         )
 
-    def __call__(self, attention: LayerAttention | str | None = None, **options: Any) -> Tensor:
+    def __call__(self, attention: PagedAttention | str | None = None, **options: Any) -> Tensor:
         # A module of SGLang can be a key, a SimpleNamespace cannot.
-        self.prefill.layers = Always(attention or LayerAttention(self.pipeline, 3, self.recorder, Workspace(400)))
+        self.prefill.layers = Always(attention or PagedAttention(self.pipeline, 3, self.recorder, Workspace(400)))
         out: Tensor = self.prefill(self.q, self.k, self.v, self.layer, self.batch, **options)
         return out
 

@@ -37,13 +37,13 @@ from blocksparse import (
     xattention,
 )
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.hosts.serving.layer import LayerAttention, Workspace, record_dense
+from blocksparse.hosts.serving.layer import PagedAttention, Workspace, record_dense
 from blocksparse.hosts.serving.runs import Runs, Split
 from blocksparse.hosts.serving.settings import Served
 from blocksparse.hosts.serving.warm import pays_from, sizes, warm
 from blocksparse.hosts.serving.worth import Kinds, Worth
 from blocksparse.hosts.vllm import ConfigurationError, DensityRecorder, Settings, register
-from blocksparse.hosts.vllm.batch import Batch, dense_because, part_of
+from blocksparse.hosts.vllm.batch import SplitMetadata, dense_because, part_of
 from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configured, layer_of
 from blocksparse.hosts.vllm.requests import Requests, watch
 from blocksparse.launch.replay import owner_of
@@ -176,12 +176,12 @@ def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
     common = batch_of(queries, keys)
     cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
     found, asked = split(queries, keys, min_tokens=1), []
-    batch = Batch.of(common, found, keys, page_size=16, build=lambda rest: asked.append(rest))
+    batch = SplitMetadata.of(common, found, keys, page_size=16, build=lambda rest: asked.append(rest))
     assert batch.prefills is not None
     assert [rest.max_query_len for rest in asked] == [1]  # what decodes keeps the fastest kernels for that
     out, recorder = torch.full((sum(queries), 8, D), 7.0), DensityRecorder()
     pipeline = a_shape(sink=16, local=32, block=16)
-    attend = LayerAttention(pipeline, 3, recorder, Workspace(max(keys)))
+    attend = PagedAttention(pipeline, 3, recorder, Workspace(max(keys)))
     keys_of_all, values_of_all = cache.split(D, dim=-1)
     attend(query, keys_of_all, values_of_all, out, batch.prefills, scale=0.3)
     start = 0
@@ -211,7 +211,7 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
     pytest.importorskip("prometheus_client")
     pipeline, gauges = a_shape(sink=16, local=32, block=16), AuditGauges(settings.audit)
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
-    audited, plain = (LayerAttention(pipeline, 2, None, Workspace(160), its) for its in (gauges, None))
+    audited, plain = (PagedAttention(pipeline, 2, None, Workspace(160), its) for its in (gauges, None))
     out, expected = torch.empty_like(q), torch.empty_like(q)
     plain._attend(q, k, v, expected, {"scale": 0.25})
     for _ in range(9):
@@ -230,10 +230,10 @@ def test_what_stands_behind_a_prompt_in_its_page_is_not_read() -> None:
     cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
     for request, tokens in enumerate(keys):
         cache[int(common.block_table_tensor[request, tokens // 16]), :, tokens % 16 :] = float("nan")
-    batch = Batch.of(common, split(queries, keys), keys, page_size=16, build=lambda rest: None)
+    batch = SplitMetadata.of(common, split(queries, keys), keys, page_size=16, build=lambda rest: None)
     assert batch.prefills is not None
     attend, out = (
-        LayerAttention(mean_pooling(0.5, block=16), 3, None, Workspace(133)),
+        PagedAttention(mean_pooling(0.5, block=16), 3, None, Workspace(133)),
         torch.full((119, 8, D), 7.0),
     )
     k, v = cache.split(D, dim=-1)
@@ -249,7 +249,7 @@ def test_a_layer_has_its_softcap_and_sinks(dense: bool) -> None:
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
     own: dict[str, Any] = {"softcap": 3.0, "sinks": torch.tensor([0.5, -1.0, 2.0, float("-inf")])}
     pipeline = a_shape(sink=16, local=32, block=16)
-    attend = LayerAttention(
+    attend = PagedAttention(
         evolve(pipeline, executor=Int8Executor()) if dense else pipeline, 7, None, Workspace(160), **own
     )
     out = torch.empty_like(q)
@@ -261,7 +261,9 @@ def test_a_layer_has_its_softcap_and_sinks(dense: bool) -> None:
 def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
     common = batch_of([1, 3], [40, 30])
     found = split([1, 3], [40, 30])
-    batch = Batch.of(common, found, [40, 30], page_size=16, build=lambda _: pytest.fail("nothing to build"))
+    batch = SplitMetadata.of(
+        common, found, [40, 30], page_size=16, build=lambda _: pytest.fail("nothing to build")
+    )
     assert batch.prefills is None
     assert batch.reasons == Counter({"decode": 1, "fewer than min_queries": 1})
 
@@ -269,7 +271,7 @@ def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
 def test_what_the_executor_cannot_run_is_dense_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=64, D=16)
     pipeline, recorder = evolve(a_shape(), executor=Int8Executor()), DensityRecorder()
-    attend, out = LayerAttention(pipeline, 7, recorder, Workspace(64)), torch.empty_like(q)
+    attend, out = PagedAttention(pipeline, 7, recorder, Workspace(64)), torch.empty_like(q)
     for _ in range(2):
         attend._attend(q, k, v, out, {"scale": 0.3})
         torch.testing.assert_close(out, dense_attention(q, k, v, AttentionSpec(scale=0.3)))
@@ -342,11 +344,11 @@ def test_an_engine_is_warm_before_it_serves() -> None:
     worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     query, out = torch.randn(64, 4, 16), torch.full((64, 4, 16), float("nan"))
     workspace = Workspace(300)
-    attention = LayerAttention(mean_pooling(block=16), 0, None, workspace)
+    attention = PagedAttention(mean_pooling(block=16), 0, None, workspace)
     assert warm(attention, worth, settings, query, out, tokens=300, page_size=16) > 0
     assert workspace.nbytes == 300 * 2 * 2 * 16 * 4
     assert (out[:64] == 0).all()  # of values that are 0
-    eight = LayerAttention(sparge(executor=Int8Executor()), 5, None, Workspace(300))
+    eight = PagedAttention(sparge(executor=Int8Executor()), 5, None, Workspace(300))
     with pytest.raises(ConfigurationError, match=r"of layer 5 cannot run here: Int8Executor: "):
         warm(eight, worth, settings, query, out, tokens=300, page_size=16)
 
@@ -360,7 +362,7 @@ def test_an_audited_call_finds_its_kernels_compiled(monkeypatch: pytest.MonkeyPa
     )
     query = torch.randn(64, 4, 16)
     for gauges in (None, AuditGauges(Audit())):
-        attention = LayerAttention(mean_pooling(block=16), 0, None, Workspace(300), gauges)
+        attention = PagedAttention(mean_pooling(block=16), 0, None, Workspace(300), gauges)
         warm(attention, worth, settings, query, query.clone(), tokens=300, page_size=16)
     assert traced == [(1, 4, 64, 16)]
 
@@ -612,7 +614,7 @@ def test_all_layers_of_an_engine_share_its_record() -> None:
     assert first.page_size == 32
     assert Engine.of(config_of(given, SimpleNamespace(), SimpleNamespace(engine=first))) is first
     attention = first.attention(0)
-    assert isinstance(attention, LayerAttention)
+    assert isinstance(attention, PagedAttention)
     assert attention.recorder is first.recorder is not None
     assert first.attention(1) == "no pipeline for this layer"
     assert first.attention(2) == "no layer of the model"
@@ -623,9 +625,9 @@ def test_all_layers_of_an_engine_share_its_record() -> None:
     assert "1 x decode" in reader.blocksparse_table()
     reader.blocksparse_clear()
     assert "decode" not in reader.blocksparse_table()
-    first.counters.saw(
-        [split([1, 120, 20], [50, 120, 20]), split([1, 120, 20], [50, 120, 20], pays=lambda *_: "no")]
-    )
+    some, none = split([1, 120, 20], [50, 120, 20]), split([1, 120, 20], [50, 120, 20], pays=lambda *_: "no")
+    assert Split.sparsest([none, some]) is some
+    first.counters.saw(some.prompts, some.queries)
     assert (
         reader.blocksparse_counters() == "prompts: 1 x fewer than min_tokens (20 tokens), 1 x sparse (120 tokens)"
     )

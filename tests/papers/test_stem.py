@@ -11,7 +11,7 @@ from tests.papers.readings import Small, check, small, some_cases, top
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.distributed.ranks import Call
+from blocksparse.distributed.ranks import ShardedCall
 from blocksparse.distributed.scheme import attend_whole
 from blocksparse.inputs import checked
 from blocksparse.layers.reused_mask import MaskCache, ReusedMask
@@ -126,7 +126,7 @@ def test_who_passes_values_and_who_refuses() -> None:
     assert torch.equal(pipeline.with_lse(q, k, v).out, want)
     assert torch.equal(ReusedMask(pipeline, 0, 0, MaskCache(2))(q, k, v), want)
     spec = checked(q, k, v, {})[3]
-    call = Call(spec, with_lse=False, Hq=2, Hkv=1)
+    call = ShardedCall(spec, with_lse=False, Hq=2, Hkv=1)
     assert torch.equal(attend_whole(pipeline, q, k, lambda: v, call, dense=False).out, want)
     assert torch.equal(bs.HeadGroups({(0,): pipeline})(q, k, v), want)
     with pytest.raises(ValueError, match=r"OutputAwareScorer scores blocks by values.*pipeline.choose\(q, k, v\)"):

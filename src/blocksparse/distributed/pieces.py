@@ -17,7 +17,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from blocksparse.distributed.ranks import Call, Ranks
+from blocksparse.distributed.ranks import Ranks, ShardedCall
 from blocksparse.grid import Grid
 from blocksparse.order.content_orders import SegmentKeySort, SegmentQuerySort
 from blocksparse.order.permutation import GlobalPermutation, Permuter
@@ -153,7 +153,7 @@ def regions(queries: Piece, keys: Piece, *, causal: bool) -> Iterator[Region]:
         yield Region(Piece(own.end, queries.end), own, False)
 
 
-class Choice(NamedTuple):
+class PieceMask(NamedTuple):
     """The blocks that a piece of queries keeps among all keys that it may see."""
 
     piece: Piece
@@ -164,7 +164,7 @@ class Choice(NamedTuple):
     k_block: int
 
     @classmethod
-    def of(cls, piece: Piece, masks: list[tuple[GlobalPermutation, BlockMask]]) -> Choice:
+    def of(cls, piece: Piece, masks: list[tuple[GlobalPermutation, BlockMask]]) -> PieceMask:
         """The choices of all KV heads, one after another."""
         k_index = _heads([permutation.k_index for permutation, _ in masks])
         q_index = _heads([permutation.q_index for permutation, _ in masks])
@@ -234,7 +234,7 @@ def last_queries(q: Tensor, pieces: Sequence[Sequence[Piece]], count: int, ranks
 
 
 @singledispatch
-def for_chunks(permuter: Permuter[Any], probe: Tensor | None, k: Tensor, call: Call) -> Permuter[Any]:
+def for_chunks(permuter: Permuter[Any], probe: Tensor | None, k: Tensor, call: ShardedCall) -> Permuter[Any]:
     """A permuter that orders a chunk's tokens as `permuter` orders them in the whole call.
 
     Args:
@@ -246,12 +246,12 @@ def for_chunks(permuter: Permuter[Any], probe: Tensor | None, k: Tensor, call: C
 
 
 @for_chunks.register
-def _(permuter: SegmentKeySort, probe: Tensor, k: Tensor, call: Call) -> Permuter[Any]:
+def _(permuter: SegmentKeySort, probe: Tensor, k: Tensor, call: ShardedCall) -> Permuter[Any]:
     return _Cut(permuter(probe, k, call.spec))
 
 
 @for_chunks.register
-def _(permuter: SegmentQuerySort, probe: Tensor | None, k: Tensor, call: Call) -> Permuter[Any]:
+def _(permuter: SegmentQuerySort, probe: Tensor | None, k: Tensor, call: ShardedCall) -> Permuter[Any]:
     return evolve(permuter, keys=for_chunks(permuter.keys, probe, k, call))
 
 

@@ -1,8 +1,8 @@
 """The processes along one dimension of a mesh, what they send each other, and what they must agree on before.
 
-Transfer   The processes along one dimension of a mesh, and what they send each other through
-           `torch.distributed`.
-Call       What the ranks must agree on before they send anything: the sizes and options of a call.
+Transfer      The processes along one dimension of a mesh, and what they send each other through
+              `torch.distributed`.
+ShardedCall   What the ranks must agree on before they send anything: the sizes and options of a call.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ _SAME = (
 
 @final
 @frozen(eq=False)
-class Call:
+class ShardedCall:
     """A call of attention, of which each rank has a part."""
 
     spec: AttentionSpec  # with the sinks of the heads that this rank has
@@ -259,7 +259,7 @@ def checked(
 
 
 def lengths(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, ranks: Ranks, *, scheme: object
+    q: Tensor, k: Tensor, v: Tensor, call: ShardedCall, ranks: Ranks, *, scheme: object
 ) -> tuple[list[int], list[int]]:
     """How many queries and how many keys each rank has.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from blocksparse.check.class_line import declared
 from blocksparse.distributed.heads import of_heads, refuse_apart
 from blocksparse.distributed.pieces import (
-    Choice,
     Piece,
+    PieceMask,
     for_chunks,
     joined,
     last_queries,
@@ -27,7 +27,7 @@ from blocksparse.distributed.pieces import (
     regions,
     split,
 )
-from blocksparse.distributed.ranks import Call, Ranks, lengths
+from blocksparse.distributed.ranks import Ranks, ShardedCall, lengths
 from blocksparse.distributed.scheme import Later, SequenceScheme, attend_whole, is_dense
 from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.order.permutation import GlobalPermutation, Permuter
@@ -73,7 +73,7 @@ class Ring(SequenceScheme):
                     "the keys of one rank at a time: use AllGatherKV or Ulysses"
                 )
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
         queries, keys = lengths(q, k, v, call, ranks, scheme=self)
         at = self._aligned(call.spec.causal, (call.Hq, call.Hkv))
@@ -108,7 +108,14 @@ class Ring(SequenceScheme):
         return AttentionOutput(out, torch.cat([result.lse for result in merged], dim=2))
 
     def _add(
-        self, q: Tensor, k: Tensor, v: Tensor, k_piece: Piece, choice: Choice, result: _Merged, call: Call
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_piece: Piece,
+        choice: PieceMask,
+        result: _Merged,
+        call: ShardedCall,
     ) -> None:
         """Attend with the queries of a piece to a piece of keys."""
         executor = self._pipeline.executor
@@ -132,8 +139,8 @@ class Ring(SequenceScheme):
         k_pieces: Sequence[Sequence[Piece]],
         keys: Sequence[int],
         at: int,
-        call: Call,
-    ) -> list[Choice]:
+        call: ShardedCall,
+    ) -> list[PieceMask]:
         """The blocks that each piece of this rank keeps, chosen in one KV head after another."""
         pipeline, ranks, causal = self._pipeline, self._ranks, call.spec.causal
         (Hq, Hkv), mine = (q.shape[1], k.shape[1]), q_pieces[ranks.rank]
@@ -163,7 +170,7 @@ class Ring(SequenceScheme):
                         "does not promise that they do: use AllGatherKV or Ulysses"
                     )
                 masks.append((permutation, mask))
-        return [Choice.of(piece, masks) for piece, masks in zip(mine, chosen, strict=True)]
+        return [PieceMask.of(piece, masks) for piece, masks in zip(mine, chosen, strict=True)]
 
 
 def _round(ranks: Ranks, k: Tensor, v: Tensor, keys: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -231,7 +238,7 @@ class AllGatherKV(SequenceScheme):
             causal calls, in which late queries have more work. By default rank `r` has the piece `r` of `n`.
     """
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
         queries, keys = lengths(q, k, v, call, ranks, scheme=self)
         at = self._aligned(call.spec.causal, (call.Hq, call.Hkv))

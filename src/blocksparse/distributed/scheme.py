@@ -22,7 +22,7 @@ from blocksparse.check.validators import a, flag
 from blocksparse.custom_op import OpaqueCall, node
 from blocksparse.distributed.heads import refuse_apart, shares
 from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order, taken
-from blocksparse.distributed.ranks import Call, Ranks, checked
+from blocksparse.distributed.ranks import Ranks, ShardedCall, checked
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.execute.executor import AttentionOutput
 from blocksparse.inputs import check_inputs
@@ -80,12 +80,12 @@ class Scheme(ABC):
         """
         q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
         with without_autocast(q):
-            return self.run(q, k, v, Call(spec, True, q.shape[1], k.shape[1]))
+            return self.run(q, k, v, ShardedCall(spec, True, q.shape[1], k.shape[1]))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        return self.run(q, k, v, Call(spec, False, q.shape[1], k.shape[1])).out
+        return self.run(q, k, v, ShardedCall(spec, False, q.shape[1], k.shape[1])).out
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
         """Attention of checked inputs; `q` and `k` may have some heads of the whole call."""
         try:
             return self._run(q, k, v, call)
@@ -94,7 +94,7 @@ class Scheme(ABC):
             raise
 
     @abstractmethod
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
         """Make the call; it may leave transfers under way if it fails."""
 
     @abstractmethod
@@ -168,7 +168,7 @@ Later = Callable[[], Tensor]
 """Waits for a tensor that is on its way, and returns it."""
 
 
-def is_dense(pipeline: AnyPipeline, q: Tensor, k: Tensor, Dv: int, call: Call, *, M: int, N: int) -> bool:
+def is_dense(pipeline: AnyPipeline, q: Tensor, k: Tensor, Dv: int, call: ShardedCall, *, M: int, N: int) -> bool:
     """Whether the executor would have the whole call, of `M` queries and `N` keys in all heads, attend densely."""
     if call.with_lse:
         return False
@@ -184,7 +184,7 @@ def attend_whole(
     q: Tensor,
     k: Tensor,
     v: Later,
-    call: Call,
+    call: ShardedCall,
     *,
     dense: bool,
     permuter: Permuter[Any] | None = None,

@@ -15,7 +15,7 @@ from blocksparse.check.per_head import HeadValues, PerHead, at_least_0, maybe_pe
 from blocksparse.check.validators import a, optional, size
 from blocksparse.check.validators import whole as a_whole_number
 from blocksparse.distributed.heads import Arriving, back, of_heads, refuse_apart, shares
-from blocksparse.distributed.ranks import Call, Transfer, checked, lengths
+from blocksparse.distributed.ranks import ShardedCall, Transfer, checked, lengths
 from blocksparse.distributed.scheme import Later, Scheme, attend_whole, is_dense
 from blocksparse.execute.executor import AttentionOutput
 from blocksparse.launch.torch_modes import without_autocast
@@ -92,7 +92,7 @@ class Ulysses(Scheme):
             )
         q, k, v, spec = checked(q, k, v, ranks=self._ranks, sequences=sequences, **asked)
         with without_autocast(q):
-            return self.run(q, k, v, Call(spec, False, q.shape[1], k.shape[1], sequences=sequences)).out
+            return self.run(q, k, v, ShardedCall(spec, False, q.shape[1], k.shape[1], sequences=sequences)).out
 
     def measured(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
         """Make the call, and return the density of every query head, `[Hq]` float64, the same on every rank.
@@ -114,10 +114,10 @@ class Ulysses(Scheme):
                 density[list(heads)] = its.repeat_interleave(len(heads) // len(its))
 
         with without_autocast(q):
-            self.run(q, k, v, Call(spec, True, q.shape[1], k.shape[1], note))
+            self.run(q, k, v, ShardedCall(spec, True, q.shape[1], k.shape[1], note))
         return self._ranks.summed(density)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
         ranks, Hq, Hkv = self._ranks, q.shape[1], k.shape[1]
         queries, keys = lengths(q, k, v, call, ranks, scheme=self)
         if call.sequences is not None:
@@ -145,7 +145,7 @@ class Ulysses(Scheme):
         _wait(leaving)
         return AttentionOutput(out, lse)
 
-    def _attend_in(self, heads: Heads, Hq: int, here: Arriving, call: Call) -> AttentionOutput:
+    def _attend_in(self, heads: Heads, Hq: int, here: Arriving, call: ShardedCall) -> AttentionOutput:
         """Attention to whole sequences, or to those of the inner scheme's shard, in the heads that arrive."""
         if (heads, Hq) not in self._of_heads:
             self._of_heads[heads, Hq] = _for(self.attention, heads, Hq)
@@ -187,7 +187,7 @@ def _here(x: Tensor) -> Tensor:
     return x
 
 
-def _attend(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Later, Dv: int, call: Call) -> AttentionOutput:
+def _attend(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Later, Dv: int, call: ShardedCall) -> AttentionOutput:
     """Attention of whole sequences; whether it is dense follows from all heads of the call."""
     dense = is_dense(pipeline, q, k, Dv, call, M=q.shape[2], N=k.shape[2])
     return attend_whole(pipeline, q, k, v, call, dense=dense)

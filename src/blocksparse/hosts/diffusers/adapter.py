@@ -53,7 +53,7 @@ _NO_CALL = ForwardCall(TokenLayout(()), {}, "outside a forward call", None)
 
 @final
 @define(eq=False)
-class Adapter:
+class DiffusersAdapter:
     """The state of an attached model: what attends in each layer, and the forward call that runs now, if one does.
 
     Args:

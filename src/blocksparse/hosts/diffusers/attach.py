@@ -11,9 +11,9 @@ from diffusers import ModelMixin
 from torch import nn
 
 from blocksparse.check.validators import a, count, is_whole, optional, shown, size
-from blocksparse.hosts.diffusers.adapter import Adapter, StepSchedule, layer_names
+from blocksparse.hosts.diffusers.adapter import DiffusersAdapter, StepSchedule, layer_names
 from blocksparse.hosts.diffusers.attachment import Attachment, Layer
-from blocksparse.hosts.diffusers.backend import BACKEND, OWN, REDIRECT, Backend, Redirect, stand_in
+from blocksparse.hosts.diffusers.backend import BACKEND, OWN, REDIRECT, DispatcherBackend, Redirect, stand_in
 from blocksparse.hosts.diffusers.families import FAMILIES, LEFT_OUT, Family
 from blocksparse.hosts.diffusers.family import the_timestep
 from blocksparse.hosts.token_layout import check_orders
@@ -116,7 +116,7 @@ def attach(
         raise ValueError("'choose_every' keeps what pipelines choose, and HeadGroups are several: leave it out")
     for attention in attentions:
         check_orders(attention)
-    adapter = Adapter(
+    adapter = DiffusersAdapter(
         family, model.config, by_first, frozenset(map(int, dense_steps)), int(min_tokens), recorder, audit,
         MaskCache(int(choose_every or 1)) if keeps else None,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _layers(
     model: nn.Module,
     names: Sequence[Sequence[str]],
     attentions: Sequence[LayerPipeline | None],
-    adapter: Adapter,
+    adapter: DiffusersAdapter,
     *,
     apart: bool,
 ) -> tuple[Layer, ...]:
@@ -147,7 +147,7 @@ def _layers(
     Raises:
         ValueError: a module is attached already, or has no processor.
     """
-    prefix, routes, layers = f"blocksparse-{uuid4().hex}", dict[Any, Backend | Redirect](), []
+    prefix, routes, layers = f"blocksparse-{uuid4().hex}", dict[Any, DispatcherBackend | Redirect](), []
     for layer, name in ((layer, name) for layer, names_of_block in enumerate(names) for name in names_of_block):
         module = model.get_submodule(name)
         own = getattr(module, "processor", None)
@@ -161,6 +161,8 @@ def _layers(
         if route not in routes and not asks:
             routes[route] = Redirect(layer, adapter)
         elif route not in routes:
-            routes[route] = Backend.registered(f"{prefix}-{len(routes)}", getattr(own, BACKEND), layer, adapter)
+            routes[route] = DispatcherBackend.registered(
+                f"{prefix}-{len(routes)}", getattr(own, BACKEND), layer, adapter
+            )
         layers.append(Layer(name, module, own, stand_in(own, routes[route]), routes[route]))
     return tuple(layers)

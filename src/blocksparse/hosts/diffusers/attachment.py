@@ -12,8 +12,8 @@ from attrs import field, frozen
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from blocksparse.hosts.diffusers.adapter import Adapter
-from blocksparse.hosts.diffusers.backend import BACKEND, OWN, REDIRECT, Backend, Redirect
+from blocksparse.hosts.diffusers.adapter import DiffusersAdapter
+from blocksparse.hosts.diffusers.backend import BACKEND, OWN, REDIRECT, DispatcherBackend, Redirect
 from blocksparse.launch.torch_modes import is_checkpointed
 
 _OUTSIDE = "the layout of a call is read outside compiled code"
@@ -28,7 +28,7 @@ class Layer:
     module: nn.Module
     own: Any
     stand_in: Any
-    route: Backend | Redirect  # where attention of the stand-in goes
+    route: DispatcherBackend | Redirect  # where attention of the stand-in goes
 
     def check(self) -> None:
         """Refuse a module whose attention was changed since it was attached.
@@ -38,7 +38,7 @@ class Layer:
         """
         if self.module.processor is not self.stand_in:
             changed = "processor"
-        elif isinstance(self.route, Backend) and getattr(self.stand_in, BACKEND) is not self.route.name:
+        elif isinstance(self.route, DispatcherBackend) and getattr(self.stand_in, BACKEND) is not self.route.name:
             changed = "attention backend"
         else:
             return
@@ -66,12 +66,12 @@ class Attachment:
     """
 
     layers: tuple[Layer, ...] = field(repr=lambda layers: f"<{len(layers)} attention modules>")
-    _adapter: Adapter = field(repr=False)
+    _adapter: DiffusersAdapter = field(repr=False)
     _hooks: tuple[RemovableHandle, ...] = field(repr=False)
     _end: finalize[..., Any] = field(repr=False)
 
     @classmethod
-    def of(cls, model: nn.Module, layers: tuple[Layer, ...], adapter: Adapter) -> Attachment:
+    def of(cls, model: nn.Module, layers: tuple[Layer, ...], adapter: DiffusersAdapter) -> Attachment:
         """Let these stand-ins attend, and the adapter know of every forward call of `model`."""
         for layer in layers:
             layer.module.processor = layer.stand_in
@@ -80,7 +80,9 @@ class Attachment:
             # The end is noted after a forward call that fails, too.
             model.register_forward_hook(_End(adapter), with_kwargs=True, always_call=True),
         )
-        end = finalize(model, _unregister, [layer.route for layer in layers if isinstance(layer.route, Backend)])
+        end = finalize(
+            model, _unregister, [layer.route for layer in layers if isinstance(layer.route, DispatcherBackend)]
+        )
         end.atexit = False
         return cls(layers, adapter, hooks, end)
 
@@ -108,7 +110,7 @@ class Attachment:
         self.detach()
 
 
-def _unregister(backends: Iterable[Backend]) -> None:
+def _unregister(backends: Iterable[DispatcherBackend]) -> None:
     for backend in backends:
         backend.unregister()
 
@@ -125,7 +127,7 @@ def _no_hook() -> Callable[..., None]:
 class _Hook:
     """A hook that does nothing in copies and pickles of the model."""
 
-    adapter: Adapter
+    adapter: DiffusersAdapter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing

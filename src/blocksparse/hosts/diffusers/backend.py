@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from blocksparse.hosts.diffusers.adapter import Adapter
+from blocksparse.hosts.diffusers.adapter import DiffusersAdapter
 
 
 @final
@@ -37,7 +37,7 @@ class Redirect:
     """PyTorch's attention for layers that have one adapter and one pipeline."""
 
     layer: int
-    adapter: Adapter
+    adapter: DiffusersAdapter
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class Redirect:
 
 @final
 @frozen(eq=False)
-class Backend:
+class DispatcherBackend:
     """A backend of diffusers' dispatcher for layers that have one adapter, one pipeline and one backend before.
 
     The dispatcher looks backends up by the members of an enumeration that is closed. It accepts this name, which
@@ -79,10 +79,12 @@ class Backend:
     name: AttentionBackendName
     before: AttentionBackendName | None  # what computes dense calls; None is what is active then
     layer: int
-    adapter: Adapter
+    adapter: DiffusersAdapter
 
     @classmethod
-    def registered(cls, value: str, before: AttentionBackendName | None, layer: int, adapter: Adapter) -> Backend:
+    def registered(
+        cls, value: str, before: AttentionBackendName | None, layer: int, adapter: DiffusersAdapter
+    ) -> DispatcherBackend:
         """A backend under a new name in the dispatcher's registry."""
         name = str.__new__(AttentionBackendName, value)
         name._name_ = name._value_ = value
@@ -183,7 +185,7 @@ class _Redirected(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def stand_in(processor: Any, to: Backend | Redirect) -> Any:
+def stand_in(processor: Any, to: DispatcherBackend | Redirect) -> Any:
     """A copy of `processor` whose attention goes to a backend or a redirect; copies of it are of `processor`."""
     kind: Any = type(processor)
     twin: Any = object.__new__(_kind(kind, redirected=isinstance(to, Redirect)))

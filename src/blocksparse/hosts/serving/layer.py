@@ -2,7 +2,7 @@
 
 Workspace        `Workspace`: memory that an engine reserves for the keys and values of its longest request in
                  one layer.
-LayerAttention   What attends in one layer: its pipeline, prompt by prompt, or dense attention where the
+PagedAttention   What attends in one layer: its pipeline, prompt by prompt, or dense attention where the
                  pipeline cannot run.
 """
 
@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 @final
 @frozen(eq=False)
-class LayerAttention:
+class PagedAttention:
     """Attends in one layer to the sparse prompts of a batch, records it, and audits some of it.
 
     Args:

@@ -135,6 +135,11 @@ class Split:
         """The number of requests, by the same reasons, and of those that are "sparse"."""
         return self.reasons + Counter(sparse=len(self.sparse))
 
+    @staticmethod
+    def sparsest(splits: Iterable[Split]) -> Split:
+        """The split in which most requests are sparse."""
+        return max(splits, key=lambda split: len(split.sparse))
+
     @classmethod
     def of(
         cls,

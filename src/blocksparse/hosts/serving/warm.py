@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.batch.pages import PageTable
-from blocksparse.hosts.serving.layer import LayerAttention
+from blocksparse.hosts.serving.layer import PagedAttention
 from blocksparse.hosts.serving.settings import ConfigurationError, Settings
 from blocksparse.hosts.serving.worth import Worth
 from blocksparse.inputs import UnsupportedError
@@ -57,7 +57,7 @@ def pays_from(
 
 
 def warm(
-    attention: LayerAttention,
+    attention: PagedAttention,
     worth: Worth,
     settings: Settings,
     query: Tensor,

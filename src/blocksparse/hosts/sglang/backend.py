@@ -11,13 +11,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
-from blocksparse.hosts.serving.layer import LayerAttention, Workspace
+from blocksparse.hosts.serving.layer import PagedAttention, Workspace
 from blocksparse.hosts.serving.runs import Runs
 from blocksparse.hosts.serving.settings import KEY as NAME
 from blocksparse.hosts.serving.settings import ConfigurationError, Host, Served, Settings
 from blocksparse.hosts.serving.warm import warm
 from blocksparse.hosts.serving.worth import Kinds, Worth
-from blocksparse.hosts.sglang.batch import SparsePrefill, layer_is_dense_because
+from blocksparse.hosts.sglang.batch import SparseExtend, layer_is_dense_because
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.observe.metrics import AuditGauges
@@ -52,7 +52,7 @@ def backend(runner: Any) -> Any:
     tokens = int(runner.model_config.context_len)
     layers = _layers(runner, settings, recorder, Workspace(tokens))
     kinds = _warmed(runner, settings, layers, tokens)
-    prefill = SparsePrefill(
+    prefill = SparseExtend(
         stock=stock.forward_extend,
         rests=[make(runner) for _ in kinds.pipelines],
         layers=layers,
@@ -95,9 +95,9 @@ def _check(runner: Any) -> None:
 
 def _layers(
     runner: Any, settings: Settings, recorder: DensityRecorder | None, workspace: Workspace
-) -> dict[Any, LayerAttention | str]:
+) -> dict[Any, PagedAttention | str]:
     """The attention of each layer, or the reason why it is dense."""
-    layers: dict[Any, LayerAttention | str] = {}
+    layers: dict[Any, PagedAttention | str] = {}
     gauges = None if settings.audit is None else AuditGauges(settings.audit)
     for layer in runner.model.modules():
         if isinstance(layer, RadixAttention):
@@ -109,11 +109,11 @@ def _layers(
             elif pipeline is None:
                 layers[layer] = "no pipeline for this layer"
             else:
-                layers[layer] = LayerAttention(pipeline, index, recorder, workspace, gauges)
+                layers[layer] = PagedAttention(pipeline, index, recorder, workspace, gauges)
     return layers
 
 
-def _warmed(runner: Any, settings: Settings, layers: dict[Any, LayerAttention | str], tokens: int) -> Kinds:
+def _warmed(runner: Any, settings: Settings, layers: dict[Any, PagedAttention | str], tokens: int) -> Kinds:
     """The kinds of layers, after memory was taken and kernels were compiled for each.
 
     SGLang measures no memory here: what is taken lies in what `--mem-fraction-static` leaves.
@@ -135,7 +135,7 @@ def _warmed(runner: Any, settings: Settings, layers: dict[Any, LayerAttention | 
     return kinds
 
 
-def _summary(layers: dict[Any, LayerAttention | str]) -> str:
+def _summary(layers: dict[Any, PagedAttention | str]) -> str:
     """Which layers are sparse and why the others are not, in one line."""
     groups: dict[str, list[int]] = {}
     for layer, attention in layers.items():

@@ -15,7 +15,7 @@ from attrs import define, field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.hosts.serving.layer import LayerAttention, record_dense
+from blocksparse.hosts.serving.layer import PagedAttention, record_dense
 from blocksparse.hosts.serving.runs import Prefills, Runs, Split
 from blocksparse.hosts.serving.worth import Kinds
 from blocksparse.inputs import MAX_HEAD_DIM
@@ -180,7 +180,7 @@ _log = logging.getLogger(__name__)
 
 @final
 @define(eq=False)
-class SparsePrefill:
+class SparseExtend:
     """Replacement of a native backend's `forward_extend`: sparse prompts here, everything else there.
 
     SGLang calls it for one layer after another, and makes a ForwardBatch per step. What was found out about a
@@ -198,7 +198,7 @@ class SparsePrefill:
 
     stock: Callable[..., Any]
     rests: Sequence[Any]
-    layers: dict[Any, LayerAttention | str]
+    layers: dict[Any, PagedAttention | str]
     kinds: Kinds
     recorder: DensityRecorder | None
     slots: Tensor

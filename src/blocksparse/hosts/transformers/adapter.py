@@ -1,9 +1,9 @@
 """The function that transformers calls instead of its attention, with continuous batching too.
 
-Adapter       The two functions that transformers calls for an attached model: one makes masks, the other
-              attends.
-SdpaInPlace   Where calls of continuous batching (`generate_batch`) can be met in transformers: in its "sdpa"
-              function.
+TransformersAdapter   The two functions that transformers calls for an attached model: one makes masks, the
+                      other attends.
+SdpaInPlace           Where calls of continuous batching (`generate_batch`) can be met in transformers: in its
+                      "sdpa" function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from blocksparse.hosts.transformers.call import Call, LastLengths, layer_of
+from blocksparse.hosts.transformers.call import AttentionCall, LastLengths, layer_of
 from blocksparse.hosts.transformers.dense import dense
 from blocksparse.hosts.transformers.layer import LayerAttention, Outcomes
 from blocksparse.hosts.transformers.mask_request import mask_of
@@ -29,7 +29,7 @@ from blocksparse.launch.torch_modes import refuse_tracing
 
 @final
 @frozen(eq=False)
-class Adapter:
+class TransformersAdapter:
     """The attention function that an attached model calls."""
 
     layers: Mapping[int, LayerAttention]  # by `layer_idx`, -1 for attention without one
@@ -68,7 +68,7 @@ class Adapter:
 
         Returns `[B, M, Hq, Dv]`, contiguous, and the weights `[B, Hq, M, N]` if `output_attentions` asks for them.
         """
-        call = Call.of(module, query, key, value, attention_mask, kwargs, self.lengths)
+        call = AttentionCall.of(module, query, key, value, attention_mask, kwargs, self.lengths)
         if id(module) not in self.modules:
             return dense(call)
         layer, seen, reason = self.layers[call.layer], call.seen, call.dense_because()
@@ -110,11 +110,11 @@ class SdpaInPlace:
     of other models, and calls without a paged cache, go to the function that had the name before.
     """
 
-    adapter: Adapter | None  # None when the attachment has ended
+    adapter: TransformersAdapter | None  # None when the attachment has ended
     before: Callable[..., Any]
 
     @classmethod
-    def put(cls, adapter: Adapter) -> SdpaInPlace:
+    def put(cls, adapter: TransformersAdapter) -> SdpaInPlace:
         """Take the name.
 
         Raises:
@@ -150,7 +150,7 @@ class SdpaInPlace:
 
 
 def _attend(
-    adapter: Adapter,
+    adapter: TransformersAdapter,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -163,7 +163,7 @@ def _attend(
     sequences = adapter.lengths.of(layer_of(module), kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
     sequences = evolve(sequences, queries=M, keys=N)  # rows behind the last request are padding
     prompts = PromptMask((1, 1, M, N), N, query.device, sequences, window=kwargs.get("sliding_window"))
-    call = Call(module, query, key, value, prompts, True, N, kwargs)
+    call = AttentionCall(module, query, key, value, prompts, True, N, kwargs)
     reason = "decode" if all(span.queries <= 1 for span in sequences.spans) else call.dense_because()
     if reason is not None:
         adapter.outcomes.saw_dense(call.layer, reason)

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blocksparse.check.per_head import read_again
 from blocksparse.check.validators import flag, optional, shown, size, whole
-from blocksparse.hosts.transformers.adapter import Adapter
+from blocksparse.hosts.transformers.adapter import TransformersAdapter
 from blocksparse.hosts.transformers.attachment import Attachment
 from blocksparse.hosts.transformers.call import layer_of
 from blocksparse.hosts.transformers.layer import LayerAttention, Outcomes
@@ -83,7 +83,7 @@ def attach(
         )
         for layer, attention in _layers_of(schedule, model).items()
     }  # fmt: skip
-    adapter = Adapter(layers, frozenset(map(id, model.modules())), outcomes)
+    adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), outcomes)
     configs = _configs(model)
     _refuse_own_masks(model)
     _refuse_own_functions(configs, model)
@@ -165,7 +165,7 @@ def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTr
     for config in configs:
         below = AttentionInterface._global_mapping.get(config._attn_implementation)
         adapter = getattr(below, "__self__", None)
-        if isinstance(adapter, Adapter) and modules.isdisjoint(adapter.modules):
+        if isinstance(adapter, TransformersAdapter) and modules.isdisjoint(adapter.modules):
             raise ValueError(
                 f"{type(model).__name__} shares its {type(config).__name__} with another model that has a "
                 "pipeline: give each model its own config, copy.deepcopy(config)"

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from blocksparse.check.validators import size, whole
-from blocksparse.hosts.transformers.adapter import SDPA, Adapter, SdpaInPlace
+from blocksparse.hosts.transformers.adapter import SDPA, SdpaInPlace, TransformersAdapter
 from blocksparse.hosts.transformers.layer import Outcomes
 from blocksparse.hosts.transformers.prompt_mask import KnownPrompt, PrefillInPlace
 
@@ -84,7 +84,12 @@ class Attachment:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, configs: Sequence[Any], adapter: Adapter, *, continuous_batching: bool
+        cls,
+        model: PreTrainedModel,
+        configs: Sequence[Any],
+        adapter: TransformersAdapter,
+        *,
+        continuous_batching: bool,
     ) -> Attachment:
         """Register the functions of `adapter` and let all `configs` name them, until the end."""
         key = _PREFIX + uuid4().hex

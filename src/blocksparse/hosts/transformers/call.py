@@ -1,7 +1,7 @@
 """What one attention call of transformers asks for, and the lengths of its prompts.
 
-LastLengths   The lengths of packed prompts, which the host reads once for all layers of a forward pass.
-Call          One call of attention by a model: which prompts it holds, and why it must be dense.
+LastLengths     The lengths of packed prompts, which the host reads once for all layers of a forward pass.
+AttentionCall   One call of attention by a model: which prompts it holds, and why it must be dense.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def layer_of(module: nn.Module) -> int:
 
 @final
 @define(eq=False)  # torch.compile cannot create frozen instances
-class Call:
+class AttentionCall:
     """One call of attention by a model."""
 
     module: nn.Module
@@ -97,7 +97,7 @@ class Call:
         mask: Tensor | PromptMask | None,
         kwargs: dict[str, Any],
         lengths: LastLengths,
-    ) -> Call:
+    ) -> AttentionCall:
         B, M, N = query.shape[0], query.shape[2], key.shape[2]
         if isinstance(mask, PromptMask):
             if mask.shape[2:] != (M, N):

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from blocksparse.hosts.transformers.call import Call
+from blocksparse.hosts.transformers.call import AttentionCall
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 
 _ONLY_EAGER = ("softcap", "s_aux", "sinks")
@@ -22,7 +22,7 @@ _CHOSEN_KEYS = ("indices", "block_indices")
 LOGITS_AT_ONCE, MASK_AT_ONCE = 2**24, 2**26
 
 
-def dense(call: Call) -> tuple[Tensor, Tensor | None]:
+def dense(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Attention by sdpa or, if sdpa cannot compute it, by the model's own eager function: `[B, M, Hq, Dv]`.
 
     Also the weights `[B, Hq, M, N]`, if `output_attentions` asks for them. Both functions get a few queries at a
@@ -79,7 +79,7 @@ _Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], tupl
 """A function of queries, keys and values, the mask of these and the arguments of the model."""
 
 
-def _sdpa(call: Call) -> _Attend:
+def _sdpa(call: AttentionCall) -> _Attend:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +90,7 @@ def _sdpa(call: Call) -> _Attend:
     return attend
 
 
-def _eager(call: Call) -> _Attend:
+def _eager(call: AttentionCall) -> _Attend:
     function = _eager_of(call.module)
 
     def attend(
@@ -109,7 +109,7 @@ def _rows(x: Tensor, start: int, stop: int) -> Tensor:
     return x if x.shape[2] == 1 else x[:, :, start:stop]
 
 
-def _chunk(call: Call, seen: int) -> Tensor:
+def _chunk(call: AttentionCall, seen: int) -> Tensor:
     """Dense attention of the last queries of `seen` tokens, `[B, M, Hq, Dv]`; on a GPU it makes no mask."""
     out = scaled_dot_product_attention(
         call.query,

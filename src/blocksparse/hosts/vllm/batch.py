@@ -63,7 +63,7 @@ _PER_TOKEN = ("slot_mapping", "positions")
 
 @final
 @frozen(eq=False)
-class Batch:
+class SplitMetadata:
     """One step of the engine, as an attribute of the native metadata of the whole batch."""
 
     reasons: Counter[str]  # of the dense requests
@@ -81,7 +81,7 @@ class Batch:
         page_size: int,
         build: Callable[[Any], Any],
         remaining: list[int] | None = None,
-    ) -> Batch:
+    ) -> SplitMetadata:
         """
         Args:
             common: vLLM's CommonAttentionMetadata of the whole batch.

@@ -12,9 +12,9 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu_worker import Worker
 
 from blocksparse.check.per_head import read_changed_again
-from blocksparse.hosts.serving.runs import Runs
+from blocksparse.hosts.serving.runs import Runs, Split
 from blocksparse.hosts.serving.worth import Kinds
-from blocksparse.hosts.vllm.batch import Batch
+from blocksparse.hosts.vllm.batch import SplitMetadata
 from blocksparse.hosts.vllm.impl import SparsePrefill
 from blocksparse.hosts.vllm.requests import TURNED_OFF, Requests, watch
 from blocksparse.observe.density_recorder import DensityRecorder
@@ -27,8 +27,8 @@ class SplitBatches:
     """Mixin that stands before a native `AttentionMetadataBuilder` in the bases of a class.
 
     The native metadata of a batch stays unchanged. If a request of the batch goes sparse, the metadata gets one
-    more attribute: a `Batch` for each kind of layers. This is a base class with state because vLLM makes these
-    objects itself and reads their class attributes.
+    more attribute: a `SplitMetadata` for each kind of layers. This is a base class with state because vLLM makes
+    these objects itself and reads their class attributes.
     """
 
     stock: ClassVar[Any]  # the native builder, which also prepares the requests that do not go sparse
@@ -104,7 +104,7 @@ class SplitBatches:
                 metadata.blocksparse = batches
         return metadata
 
-    def _batches(self, common: Any, kinds: Kinds) -> list[Batch]:
+    def _batches(self, common: Any, kinds: Kinds) -> list[SplitMetadata]:
         """The batch of each kind of layers; those that are split alike share one."""
         dense = None
         starts, keys = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
@@ -127,14 +127,14 @@ class SplitBatches:
             own |= {row: TURNED_OFF for row, request in enumerate(told) if request.turned_off}
         elif running is not None and running.some_turned_off:
             dense = TURNED_OFF
-        made: dict[Runs, Batch] = {}
+        made: dict[Runs, SplitMetadata] = {}
         splits = kinds.splits(starts, lengths, dense=dense, own=own, remaining=remaining)
         if self._counters is not None:
-            split = max(splits, key=lambda split: len(split.sparse))  # of the layers in which most are sparse
+            split = Split.sparsest(splits)
             self._counters.saw(split.prompts, split.queries)
         for kind, split in enumerate(splits):
             if split.sparse not in made:
-                made[split.sparse] = Batch.of(
+                made[split.sparse] = SplitMetadata.of(
                     common,
                     split,
                     lengths,

@@ -13,7 +13,7 @@ from typing import Any, final
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.hosts.serving.layer import LayerAttention, Workspace
+from blocksparse.hosts.serving.layer import PagedAttention, Workspace
 from blocksparse.hosts.serving.settings import KEY, Host, Served, Settings
 from blocksparse.hosts.serving.warm import pays_from, warm
 from blocksparse.hosts.serving.worth import Worth
@@ -83,16 +83,16 @@ class Engine:
             page_size=int(getattr(config.cache_config, "block_size", None) or 16),
         )
 
-    def attention(self, layer: int) -> LayerAttention | str:
+    def attention(self, layer: int) -> PagedAttention | str:
         """The attention of a layer, or the reason why it is dense."""
         if layer >= len(self.settings.layers):
             return NO_LAYER
         pipeline = self.settings.layers[layer]
         if pipeline is None:
             return "no pipeline for this layer"
-        return LayerAttention(pipeline, layer, self.recorder, self.workspace, self.gauges)
+        return PagedAttention(pipeline, layer, self.recorder, self.workspace, self.gauges)
 
-    def warm(self, attention: LayerAttention, worth: Worth, query: Tensor, out: Tensor) -> None:
+    def warm(self, attention: PagedAttention, worth: Worth, query: Tensor, out: Tensor) -> None:
         """Take memory and compile kernels for a pipeline, in the first of the layers that have it.
 
         Args:

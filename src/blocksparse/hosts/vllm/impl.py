@@ -9,9 +9,9 @@ from attrs import evolve
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 
-from blocksparse.hosts.serving.layer import LayerAttention, record_dense
+from blocksparse.hosts.serving.layer import PagedAttention, record_dense
 from blocksparse.hosts.serving.worth import Worth
-from blocksparse.hosts.vllm.batch import Batch, dense_because
+from blocksparse.hosts.vllm.batch import SplitMetadata, dense_because
 from blocksparse.hosts.vllm.engine import NO_LAYER, Engine, is_configured, layer_of
 
 
@@ -27,7 +27,7 @@ class SparsePrefill:
 
     engine: Engine | None
     layer: int
-    attention: LayerAttention | None  # None is the native backend alone
+    attention: PagedAttention | None  # None is the native backend alone
     heads: tuple[int, int, int]  # of queries, of keys, and their dim
     kind: int  # of its pipeline, among those of the layers that share batches
     dense_because: str | None
@@ -89,7 +89,7 @@ class SparsePrefill:
         self.layer = layer_of(name)
         reason = self._reason or self.unreadable(layer) or self._drafts(name)
         attention = reason or self.engine.attention(self.layer)
-        if isinstance(attention, LayerAttention):
+        if isinstance(attention, PagedAttention):
             self.attention = evolve(attention, softcap=self._softcap, sinks=self._sinks)
             self.dense_because = None
         else:
@@ -137,7 +137,7 @@ class SparsePrefill:
         The new keys and values are in the cache already. `key` and `value` are those of these tokens.
         """
         stock: Any = super()
-        batches: list[Batch] | None = getattr(attn_metadata, "blocksparse", None)
+        batches: list[SplitMetadata] | None = getattr(attn_metadata, "blocksparse", None)
         if batches is None:  # nothing of this step goes sparse
             if attn_metadata is None and self._cold:
                 self._warm(layer, query, output)

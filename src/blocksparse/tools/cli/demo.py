@@ -56,7 +56,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
         from blocksparse.presets import every_preset
         from blocksparse.presets.named import written
-        from blocksparse.tools.demo.run import Settings, run
+        from blocksparse.tools.demo.run import DemoSettings, run
 
     chosen = every_preset if parsed.preset == ["all"] else parsed.preset or _PRESETS
     pipelines = {text: written(text) for text in chosen}
@@ -68,7 +68,7 @@ def _run(parsed: argparse.Namespace) -> int:
     # The report says which executor ran and why; a warning for each layer says no more.
     with only_errors():
         run(
-            Settings(
+            DemoSettings(
                 out=parsed.out,
                 text=parsed.text or TEXT,
                 model=parsed.model,

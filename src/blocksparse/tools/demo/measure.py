@@ -1,7 +1,7 @@
 """One row of the table: a model reads a text with a fact planted in it, and answers a question about the fact.
 
-Prompt   The prompt: a text with a fact planted in it, and a question about the fact.
-Row      One row of the table: a model reads the prompt with one method, and answers.
+Prompt         The prompt: a text with a fact planted in it, and a question about the fact.
+MethodResult   One row of the table: a model reads the prompt with one method, and answers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _CHUNK = 128  # logits of more are so large that the system maps and clears thei
 
 @final
 @frozen
-class Row:
+class MethodResult:
     """Results of one method. Times are in seconds."""
 
     method: str
@@ -122,7 +122,7 @@ def measure(
     warm_up: QKV | None = None,
     keep_layer: int | None = None,
     on_layer: Callable[[], None] | None = None,
-) -> Row:
+) -> MethodResult:
     """Read the prompt once with `pipeline` (None is the model's own dense attention), then answer densely.
 
     Args:
@@ -152,7 +152,7 @@ def measure(
         first_token_s = time.perf_counter() - begin
         attention_s = sight.seconds()
 
-    return Row(
+    return MethodResult(
         method,
         first_token_s,
         attention_s,

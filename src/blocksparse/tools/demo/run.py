@@ -1,7 +1,7 @@
 """The demo itself, from a model to a table, a JSON file and a picture.
 
-table      Results of the demo: a printed table and a JSON file.
-Settings   The demo itself, from a model to a table, a JSON file and a picture.
+table          Results of the demo: a printed table and a JSON file.
+DemoSettings   The demo itself, from a model to a table, a JSON file and a picture.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import text_config
 from blocksparse.presets.text import mean_pooling, pbs_attn
 from blocksparse.tools.demo.fetch import SHIPPED, fetch
-from blocksparse.tools.demo.measure import Prompt, Row, build, measure
+from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure
 from blocksparse.tools.demo.model import Model, convert_smollm2, load
 from blocksparse.tools.demo.picture import Panel, draw
 
 _REPLY = 10  # letters of an answer in the table; the JSON file has all
 
 
-def table(rows: list[Row], *, title: str) -> Table:
+def table(rows: list[MethodResult], *, title: str) -> Table:
     """One line per method; speed-up and perplexity are against the first row, which is dense."""
     dense = rows[0]
     # Fits in 80 columns, the width when the output is not a terminal; long names of methods are folded.
@@ -62,7 +62,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
-def legend(rows: list[Row]) -> str:
+def legend(rows: list[MethodResult]) -> str:
     """Explanation of the columns."""
     lines = [
         "first token: time to read the prompt and give the first token of the answer",
@@ -83,7 +83,7 @@ def legend(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_json(rows: list[Row], path: Path, **about: Any) -> None:
+def write_json(rows: list[MethodResult], path: Path, **about: Any) -> None:
     """Write what was run (`about`) and every row."""
     kept = filters.exclude("qkv")
     path.write_text(json.dumps({**about, "rows": [asdict(row, filter=kept) for row in rows]}, indent=2) + "\n")
@@ -95,7 +95,7 @@ _LAYER, _HEAD = 8, 1
 
 @final
 @frozen
-class Settings:
+class DemoSettings:
     """Settings of the demo."""
 
     out: Path
@@ -109,7 +109,7 @@ class Settings:
     head: int | None
 
 
-def run(settings: Settings, console: Console, *, progress: Console) -> list[Row]:
+def run(settings: DemoSettings, console: Console, *, progress: Console) -> list[MethodResult]:
     """Run the demo and print the table. Returns its rows, dense first.
 
     Args:
@@ -176,7 +176,7 @@ def _read(path: Path) -> str:
         raise UserError(f"'--text' must be a readable UTF-8 text: {path}: {error}") from None
 
 
-def _model(settings: Settings, begin: Callable[[str], None]) -> Model:
+def _model(settings: DemoSettings, begin: Callable[[str], None]) -> Model:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = settings.model or settings.out / "SmolLM2-135M-Instruct"
     if settings.model is None:
@@ -188,7 +188,7 @@ def _model(settings: Settings, begin: Callable[[str], None]) -> Model:
     return model
 
 
-def _layer_and_head(model: Model, settings: Settings) -> tuple[int, int]:
+def _layer_and_head(model: Model, settings: DemoSettings) -> tuple[int, int]:
     config = text_config(model.network)
     chosen = []
     for name, wanted, default, count in (
@@ -201,7 +201,7 @@ def _layer_and_head(model: Model, settings: Settings) -> tuple[int, int]:
     return chosen[0], chosen[1]
 
 
-def _picture(dense: Row, settings: Settings, layer: int, head: int) -> None:
+def _picture(dense: MethodResult, settings: DemoSettings, layer: int, head: int) -> None:
     """Before and after sorting keys, whichever presets the table shows."""
     assert dense.qkv is not None  # it was asked for
     pipelines = {
@@ -213,7 +213,9 @@ def _picture(dense: Row, settings: Settings, layer: int, head: int) -> None:
     draw(panels, settings.out / "attention-map.png", title=title)
 
 
-def _report(rows: list[Row], model: Model, prompt: Prompt, settings: Settings, console: Console) -> None:
+def _report(
+    rows: list[MethodResult], model: Model, prompt: Prompt, settings: DemoSettings, console: Console
+) -> None:
     device = (
         torch.cuda.get_device_name() if model.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     )
