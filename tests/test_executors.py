@@ -21,6 +21,7 @@ from blocksparse.execute import flex
 from blocksparse.execute.flex import uncompiled_because
 from blocksparse.kernels.attention import cpu_attention
 from blocksparse.kernels.gemm import products as flash_on_cpu
+from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.testing import check_executor, make_qkv
 from tests import stages
 from tests.machine import GPU, needs_gpu
@@ -53,6 +54,21 @@ def test_the_default_device_changes_nothing() -> None:
     want = bs.pbs_attn(0.5, block=16, S=32)(q, k, v)
     with torch.device("meta"):
         assert torch.equal(bs.pbs_attn(0.5, block=16, S=32)(q, k, v), want)
+
+
+def test_nor_does_it_change_a_dense_chunk_an_order_sinks_or_a_record() -> None:
+    """What these make themselves is on the CPU."""
+    q, k, v = (x.double() for x in make_qkv(M=40, N=64, D=16))
+    auto, by_order, sinks = bs.auto(), bs.GivenOrder((1, 1, 3), [2, 0, 1]), [1.0] * q.shape[1]
+    want, with_sinks = auto(q, k, v), auto(q, k, v, sinks=sinks)
+    compiled = torch.compile(lambda q, k, v: auto(q, k, v, sinks=sinks), backend="eager")
+    with torch.device("meta"):
+        assert torch.equal(auto(q, k, v), want)
+        assert torch.equal(compiled(q, k, v), with_sinks)
+        assert bs.GivenOrder((1, 1, 3), [2, 0, 1]) == by_order
+        recorder = DensityRecorder()
+        recorder.saw_sparse(0, torch.tensor([[0.25, 0.5]], device="cpu"), q_len=2, k_len=2)
+        assert recorder.density().tolist() == [[0.25, 0.5]]
 
 
 def test_a_large_scale_meets_logits_alone() -> None:

@@ -42,6 +42,15 @@ MAY_MULTIPLY = {
     "hosts/transformers/dense.py", "hosts/diffusers/backend.py", "tools/demo/picture.py", "tools/tune/choice.py",
 }  # fmt: skip
 
+# What makes tensors on PyTorch's default device unless the call names one.
+MAKE = {
+    f"torch.{name}"
+    for name in (
+        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+        "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+    )
+}  # fmt: skip
+
 
 MODULES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -193,6 +202,20 @@ def test_one_function_multiplies_matrices() -> None:
     others = {path: where for path, where in found.items() if where and path not in MAY_MULTIPLY}
     assert not others, "call `products` of kernels/gemm/products.py, which autocast does not change"
     assert all(found[path] for path in MAY_MULTIPLY)
+
+
+def test_tensors_are_made_on_named_devices() -> None:
+    """The default device may be a GPU, or "meta" while a model is built. Commands have their own process."""
+    made = [
+        f"{path.relative_to(SOURCE)}:{call.lineno}: {ast.unparse(call)}"
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] != "tools"
+        for call in ast.walk(parsed(path))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in MAKE
+        and not {keyword.arg for keyword in call.keywords} & {"device", None}
+    ]
+    assert not made, "name the device"
 
 
 @functools.cache

@@ -170,7 +170,7 @@ def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
     if isinstance(sinks, HeadValues):
         sinks = sinks.values
     elif sinks is not None and not isinstance(sinks, Tensor):
-        sinks = torch.tensor(sinks, dtype=torch.float64)
+        sinks = torch.tensor(sinks, dtype=torch.float64, device="cpu")
     return [float(causal), scale, float(asked.get("window") or 0), float(asked.get("softcap") or 0)], sinks
 
 

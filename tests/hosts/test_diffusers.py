@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,25 @@ def test_steps_of_frames_that_follow_one_another() -> None:
         adapter.begin({**inputs, "timestep": torch.tensor([frames])})
         dense.append(adapter.now.dense is not None)
     assert dense == [True, True, False, False, False, True]
+
+
+@pytest.fixture
+def _other_defaults() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_other_defaults")
+def test_a_timestep_may_be_a_number() -> None:
+    """Of Python, which the default dtype would round: 999 and 1000 are one number of bf16."""
+    model, inputs = made(CASES["wan"]), given(CASES["wan"], SMALL)
+    adapter = attached(model, dense_steps=(0,))._adapter
+    with torch.device("meta"):
+        adapter.begin({**inputs, "timestep": 1000})
+        assert adapter.now.dense is not None
+        adapter.begin({**inputs, "timestep": 999})
+        assert adapter.now.dense is None
 
 
 def test_choices_last() -> None:

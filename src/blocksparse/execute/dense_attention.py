@@ -162,8 +162,8 @@ def _chunk_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     share = torch.sigmoid(lse_before - lse_own).unsqueeze(-1)
     merged: Tensor = torch.lerp(own.to(share.dtype), before.to(share.dtype), share).to(q.dtype)
     size = torch.maximum(lse_before, lse_own).abs()
-    large = (size > LARGE_LSE) & (size < float("inf")) if size.dtype != torch.float64 else torch.zeros(())
-    if bool(large.any()):
+    large = (size > LARGE_LSE) & (size < float("inf"))
+    if size.dtype != torch.float64 and bool(large.any()):
         wide = _chunk_on_a_cpu(q.double(), k.double(), v.double(), scale).to(q.dtype)
         merged = torch.where(large.unsqueeze(-1), wide, merged)
     return merged

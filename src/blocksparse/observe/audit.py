@@ -179,7 +179,7 @@ class Audit:
             # Calls count by their queries, so that the chunks of a prompt have the figures of the whole prompt.
             sums, arrived = torch.stack(parts).sum(0) * sparse[0].q.shape[2], None
             if device.type == "cuda":
-                host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+                host = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
                 sums = host.copy_(sums, non_blocking=True)
                 with torch.cuda.device(device):
                     arrived = torch.cuda.Event()

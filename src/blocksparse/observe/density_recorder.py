@@ -105,7 +105,7 @@ class DensityRecorder:
         """
         layers = 1 + max((*self._sparse, *self._dense), default=-1)
         heads = max((kept.shape[0] for kept in self._kept.values()), default=0)
-        density = torch.full((layers, heads), float("nan"), dtype=torch.float64)
+        density = torch.full((layers, heads), float("nan"), dtype=torch.float64, device="cpu")
         for layer, kept in self._kept.items():
             if layer >= 0:
                 density[layer, : kept.shape[0]] = kept.cpu() / self._pairs[layer]

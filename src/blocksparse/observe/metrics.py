@@ -94,7 +94,7 @@ class AuditGauges:
         self.audit.compare(layer, trace)
         density, arrived = trace.density().mean(), None
         if density.is_cuda:
-            host = torch.empty((), dtype=density.dtype, pin_memory=True)
+            host = torch.empty((), dtype=density.dtype, device="cpu", pin_memory=True)
             density = host.copy_(density, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()

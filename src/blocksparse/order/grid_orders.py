@@ -239,7 +239,7 @@ def _to_tensor(order: Tensor | Sequence[int]) -> Tensor:
     if isinstance(order, Tensor):
         return order.detach().clone()  # later writes to the caller's tensor change nothing
     if isinstance(order, Sequence) and all(is_whole(cell) and 0 <= cell < 2**31 for cell in order):
-        return torch.tensor([int(cell) for cell in order], dtype=torch.int64)
+        return torch.tensor([int(cell) for cell in order], dtype=torch.int64, device="cpu")
     return order  # type: ignore[return-value]
 
 

@@ -96,7 +96,9 @@ class DiffusersAdapter:
             )
         if self.dense_steps or self.cache is not None or len(self.schedules) > 1:
             # Per frame or token in some models, which may not all be at one timestep. Exact if they are.
-            timestep = float(torch.as_tensor(self.family.timestep(given)).cpu().double().mean())
+            timestep = float(
+                torch.as_tensor(self.family.timestep(given), dtype=torch.float64, device="cpu").mean()
+            )
             prompt = self.family.prompt(given)
             step = self._steps.at(timestep, prompt)
             self.schedule = [each for each in self.schedules if each.first <= step][-1]

@@ -215,7 +215,7 @@ def _cosmos_3(_: Any, given: Arguments) -> TokenLayout | None:
     """
     rows, grids = given["vision_sequence_indexes"].cpu(), given["vision_token_shapes"]
     first, tokens = int(rows[0]), given["sequence_length"]
-    if len(grids) > 1 or not torch.equal(rows, torch.arange(first, first + len(rows))):
+    if len(grids) > 1 or not torch.equal(rows, torch.arange(first, first + len(rows), device="cpu")):
         return None
     T, H, W = map(int, grids[0])
     return TokenLayout(((T, H, W),), text=tokens - len(rows), before=first) if len(rows) == T * H * W else None
