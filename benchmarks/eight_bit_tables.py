@@ -30,8 +30,8 @@ from benchmarks.timing import (
 )
 from blocksparse.execute.int8 import tile_operands
 from blocksparse.execute.launched import BlockPlan
-from blocksparse.execute.tiles import tuned_int8
 from blocksparse.kernels.attention.sparse_attention import int8_attention
+from blocksparse.kernels.common.tiles import tuned_int8
 from blocksparse.kernels.quantize.tile_operands import TileOperands
 
 Arguments = dict[str, Any]

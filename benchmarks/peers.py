@@ -17,9 +17,9 @@ import blocksparse as bs
 from benchmarks.timing import Call, CannotRunError
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.execute.launched import BlockPlan
-from blocksparse.execute.tiles import Tiles, portable, tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of
+from blocksparse.kernels.common.tiles import Tiles, portable, tuned
 
 Peer = Callable[[Tensor, Tensor, Tensor, bs.BlockMask], Call]
 """`(q, k, v, mask)`: a call that attends to the blocks of `mask`, a causal mask in original order."""

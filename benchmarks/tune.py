@@ -1,6 +1,6 @@
 """Which tiles are fastest, by head dim and block shape: `python -m benchmarks.tune`.
 
-What `execute/tiles.py` holds comes from here. Each candidate is checked against float64 before it is timed.
+What `kernels/common/tiles.py` holds comes from here. Each candidate is checked against float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks.inputs import Case
 from benchmarks.kernel_tables import density_of, pairs_kept
 from benchmarks.peers import kernel_call
 from benchmarks.timing import Candidate, check, measure, release
-from blocksparse.execute.tiles import Tiles
 from blocksparse.kernels.common.hardware import is_hopper
+from blocksparse.kernels.common.tiles import Tiles
 
 BLOCKS = ((128, 128), (128, 64), (64, 64))
 

@@ -172,9 +172,7 @@ def plain_means(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, choice: 
     exact, grid = pipeline.attend(q, k, v, choice), choice.mask.grid
     assert exact.lse is not None
     order: Any = grid.permutation
-    kept = KeptBlocks(
-        choice.mask.keep, grid, grid.q_block, grid.k_block, grid.q_lead, order.q_index, order.key_slots
-    )
+    kept = KeptBlocks(choice.mask.keep, grid, order.q_index, order.key_slots)
     out, _ = add_remainder(q, k, v, exact.out, exact.lse, kept, scale=choice.spec.scale)
     return out
 

@@ -19,8 +19,8 @@ from benchmarks.kernel_tables import Row, pairs_kept
 from benchmarks.timing import Call, Candidate, CannotRunError, attempt, check, measure, relative_l1, release
 from blocksparse.execute.launched import BlockPlan
 from blocksparse.execute.packages import to_cudnn
-from blocksparse.execute.tiles import tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.common.tiles import tuned
 
 OURS, EIGHT, CUDNN, SPLIT, FP8 = "TritonExecutor", "Int8Executor", "cuDNN", "cuDNN, rows split", "cuDNN, fp8"
 ROUNDED = 0.1  # what 8 bits may err in an attended row, of its norm

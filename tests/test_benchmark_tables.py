@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 
 import blocksparse as bs
-from blocksparse.execute.tiles import HopperTiles
+from blocksparse.kernels.common.tiles import HopperTiles
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import int8_attention_reference
 from tests.machine import GPU, needs_hopper

@@ -13,7 +13,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import blocksparse as bs
-from blocksparse.execute import flex, int8, tiles
+from blocksparse.execute import flex, int8
 from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.attention import (
     gather_attention,
@@ -23,6 +23,7 @@ from blocksparse.kernels.attention import (
     sparse_attention_hopper,
     sparse_attention_triton,
 )
+from blocksparse.kernels.common import tiles
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.launch import failures
 from blocksparse.launch.failures import LaunchError

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.execute import int8, tiles
-from blocksparse.execute.tiles import HopperTiles, TritonTiles, tuned, tuned_int8
+from blocksparse.execute import int8
+from blocksparse.kernels.common import tiles
+from blocksparse.kernels.common.tiles import HopperTiles, TritonTiles, tuned, tuned_int8
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import int8_attention_reference
 from tests.specs import asked

@@ -17,10 +17,10 @@ from blocksparse.execute.packages import CudnnExecutor, FlashAttention4Executor
 from blocksparse.execute.reference import ReferenceExecutor
 from blocksparse.execute.remainder import RemainderExecutor
 from blocksparse.execute.skip_softmax import SkipSoftmaxExecutor
-from blocksparse.execute.tiles import HopperTiles, TritonTiles
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.grid import Grid
 from blocksparse.inputs import UnsupportedError
+from blocksparse.kernels.common.tiles import HopperTiles, TritonTiles
 from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.launch.failures import LaunchError
 from blocksparse.layers.attention import Attention

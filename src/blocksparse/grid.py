@@ -9,16 +9,15 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.check.validators import shown, size
-from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.masks.blocks import Bounds, block_bounds, block_places
-from blocksparse.kernels.masks.grid import TokenPositions, sees
+from blocksparse.kernels.masks.grid import BlockGrid, TokenPositions
 from blocksparse.order.permutation import Permutation
 from blocksparse.spec import AttentionSpec
 
 
 @final
-@frozen(eq=False)
-class Grid:
+@frozen(eq=False, kw_only=True)
+class Grid(BlockGrid):
     """Rows of `q_block` query slots by columns of `k_block` key slots.
 
     When causal, the queries are the last `q_len` of `k_len` positions. A query at position `p` sees the keys at `k
@@ -32,25 +31,12 @@ class Grid:
 
     permutation: Permutation
     batch: int
-    q_len: int
-    k_len: int
-    q_block: int
-    k_block: int
     q_heads: int
     kv_heads: int
-    causal: bool
     slots: int  # slots of one key map; they may be more or fewer than k_len where query groups have own maps
     q_position: Tensor  # [B|1, H|1, rows * q_block] int32, the original position in each slot, -1 where empty
     k_position: Tensor  # [B|1, H|1, G, cols * k_block] int32, the same of keys, for each key map
     group_of_row: Tensor | None  # [rows] int64, the key map each row uses; None when G == 1
-    q_first: Tensor  # [B|1, H|1, rows, 1] int32
-    q_last: Tensor  # [B|1, H|1, rows, 1]
-    k_first: Tensor  # [B|1, H|1, rows|1, cols]
-    k_last: Tensor  # [B|1, H|1, rows|1, cols]; -1 for a block of empty slots
-    k_whole: Tensor  # [B|1, H|1, rows|1, cols] bool, whether the block has no empty slot
-    # How many tokens a query sees at most, its own included. None unless causal, and where it would hide nothing.
-    window: int | None = None
-    remaining: int = 0  # tokens of the prompt after the last query
     _finer: dict[int, Grid] = field(init=False, repr=False, factory=dict)  # the grids that `refined` made, by n
 
     @classmethod
@@ -183,44 +169,6 @@ class Grid:
         )
 
     @property
-    def rows(self) -> int:
-        return self.q_position.shape[-1] // self.q_block
-
-    @property
-    def cols(self) -> int:
-        return self.k_position.shape[-1] // self.k_block
-
-    @property
-    def first_position(self) -> int:
-        """The position of the first query; 0 when not causal."""
-        return self.k_len - self.q_len if self.causal else 0
-
-    @property
-    def end(self) -> int:
-        """The position after the last query's."""
-        return self.first_position + self.q_len
-
-    @property
-    def prompt_end(self) -> int:
-        """The position after the last query of the prompt, which a later call may have."""
-        return self.end + self.remaining
-
-    @property
-    def prompt_keys(self) -> int:
-        """Number of keys of the prompt. A call that is not causal has all of them."""
-        return self.k_len + self.remaining if self.causal else self.k_len
-
-    @property
-    def first_row(self) -> int:
-        """The index of row 0 among the rows of the whole prompt."""
-        return self.first_position // self.q_block
-
-    @property
-    def q_lead(self) -> int:
-        """Number of empty slots in row 0 before its first query."""
-        return self.first_position % self.q_block
-
-    @property
     def positions(self) -> TokenPositions:
         """The positions that attention kernels read."""
         order = self.permutation
@@ -231,56 +179,6 @@ class Grid:
             q_position, k_position, self.group_of_row, self.q_lead, self.causal,
             order.q_index is None, order.k_index is None, self.window,
         )  # fmt: skip
-
-    @property
-    def reachable(self) -> Tensor:
-        """The blocks in which some query may see some key, `[B|1, H|1, rows, cols]`."""
-        there = self.k_last >= 0
-        if not self.causal:
-            return there.expand(self._shape)
-        seen = there & (self.k_first <= self.q_last)
-        return seen if self.window is None else seen & (self.k_last > self.q_first - self.window)
-
-    @property
-    def full(self) -> Tensor:
-        """The blocks in which every query may see every key, so that an executor need not mask them."""
-        if not self.causal:
-            return self.k_whole.expand(self._shape)
-        full = self.k_whole & (self.k_last <= self.q_first)
-        return full if self.window is None else full & (self.k_first > self.q_last - self.window)
-
-    def sees(self, q_at: Tensor, k_at: Tensor) -> Tensor:
-        """Whether queries at the original positions `q_at` see keys at `k_at`, broadcast against each other."""
-        return sees(q_at, k_at, causal=self.causal, window=self.window)
-
-    @property
-    def diagonal(self) -> Tensor:
-        """The reachable blocks whose keys may be the row's own tokens.
-
-        If they are kept, no causal query is left without a key. When not causal, queries need not be the same
-        tokens as the keys, and all entries are False.
-        """
-        if not self.causal:
-            return torch.zeros(self._shape, dtype=torch.bool, device=self.k_last.device)
-        return self.reachable & (self.k_last >= self.q_first)
-
-    def holding_first(self, tokens: int) -> Tensor:
-        """The reachable blocks that hold any of the first `tokens` original positions."""
-        return self.reachable & (self.k_first < min(tokens, FAR))
-
-    def within(self, tokens: int) -> Tensor:
-        """The reachable blocks that may hold a key at most `tokens` before some query of the row.
-
-        When not causal, keys at most `tokens` after a query count as well.
-        """
-        tokens = min(tokens, FAR)
-        near = self.reachable & (self.k_last >= self.q_first - tokens)
-        return near if self.causal else near & (self.k_first <= self.q_last + tokens)
-
-    def own_segment(self, S: int) -> Tensor:
-        """The reachable blocks that lie in the same segment of `S` original positions as the row."""
-        S = min(S, FAR)
-        return self.reachable & (self.k_first // S == self.q_first // S)
 
     def shared(self) -> Grid:
         """The grid for one mask per KV head: the bounds of each block cover all query heads of the group."""
@@ -307,11 +205,6 @@ class Grid:
     def _over(self) -> tuple[int, int, int, int, int]:
         """`(B, Hq, Hkv, M, N)` of the q and k that the grid was made for."""
         return self.batch, self.q_heads, self.kv_heads, self.q_len, self.k_len
-
-    @property
-    def _shape(self) -> tuple[int, int, int, int]:
-        B, H, rows, _ = torch.broadcast_shapes(self.q_last.shape, (*self.k_last.shape[:2], 1, 1))
-        return B, H, rows, self.cols
 
 
 def _for_rows(bounds: Bounds, group_of_row: Tensor | None) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import blocksparse as bs
-from blocksparse.execute import int8, tiles
+from blocksparse.execute import int8
 from blocksparse.kernels.attention import gather_attention
+from blocksparse.kernels.common import tiles
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import every_preset
 from tests.on_kernels import pretend_gpu, small_preset, untouched_zeros, zeros_for_empty

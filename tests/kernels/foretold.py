@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from blocksparse.execute.tiles import HopperTiles
 from blocksparse.kernels.attention import gather_attention_triton
 from blocksparse.kernels.common.hardware import Hardware, of_attention
+from blocksparse.kernels.common.tiles import HopperTiles
 from blocksparse.kernels.gemm import cells_triton as cell_products_triton
 from blocksparse.kernels.gemm import pooled_sums_triton
 from blocksparse.kernels.order import segments_triton as key_importance_triton

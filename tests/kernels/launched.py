@@ -14,8 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from blocksparse.execute import int8, tiles
+from blocksparse.execute import int8
 from blocksparse.kernels.attention import gather_attention
+from blocksparse.kernels.common import tiles
 from blocksparse.kernels.common.hardware import TARGETS
 from tests.kernels.ahead import triton_target
 from tests.on_kernels import pretend_gpu, zeros_for_empty

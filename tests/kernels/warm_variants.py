@@ -17,9 +17,10 @@ from attrs import evolve
 from triton.backends.compiler import GPUTarget
 
 import blocksparse as bs
-from blocksparse.execute import int8, tiles
+from blocksparse.execute import int8
 from blocksparse.hosts.serving.warm import sizes
 from blocksparse.kernels.attention import gather_attention
+from blocksparse.kernels.common import tiles
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.testing import every_preset
 from tests.kernels.count_variants import recorded

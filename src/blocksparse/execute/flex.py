@@ -21,8 +21,8 @@ from blocksparse.execute.executor import (
     refuse_several_orders,
 )
 from blocksparse.execute.launched import BlockPlan, first_launched, never_launched
-from blocksparse.execute.tiles import portable
 from blocksparse.kernels.common.hardware import hardware_of
+from blocksparse.kernels.common.tiles import portable
 from blocksparse.launch.failures import launches
 from blocksparse.launch.launch_graph import refuse_capture
 from blocksparse.launch.torch_modes import without_autocast

@@ -14,12 +14,12 @@ from blocksparse.check.per_head import PerHead, by_head, maybe_per_head, negativ
 from blocksparse.check.validators import a, flag, one_of, optional
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
 from blocksparse.execute.launched import BlockPlan, OneNode, first_launched, never_launched, one_node
-from blocksparse.execute.tiles import HALF, HopperTiles, Tiles, TritonTiles, portable, tuned_int8
 from blocksparse.execute.triton import portable_reasons
 from blocksparse.grid import Grid
 from blocksparse.kernels.attention.sparse_attention import int8_attention, sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of, is_hopper
 from blocksparse.kernels.common.sizes import empty_as
+from blocksparse.kernels.common.tiles import HALF, HopperTiles, Tiles, TritonTiles, portable, tuned_int8
 from blocksparse.kernels.masks.arguments import Approximation
 from blocksparse.kernels.quantize.tile_operands import (
     TileOperands,

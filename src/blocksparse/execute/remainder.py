@@ -11,10 +11,10 @@ from torch import Tensor
 from blocksparse.check.class_line import Declared, check_takes, declared
 from blocksparse.check.validators import a
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
-from blocksparse.execute.tiles import TritonTiles, portable
 from blocksparse.execute.triton import portable_reasons
 from blocksparse.kernels.attention.remainder import add_remainder
 from blocksparse.kernels.common.hardware import hardware_of
+from blocksparse.kernels.common.tiles import TritonTiles, portable
 from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask
@@ -80,7 +80,7 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
                 f"'RemainderExecutor' joins outputs by their lse, and {name} gives none: use another executor"
             )
         order, grid = one_order(mask), mask.grid
-        kept = KeptBlocks(mask.keep, grid, grid.q_block, grid.k_block, grid.q_lead, order.q_index, order.key_slots)
+        kept = KeptBlocks(mask.keep, grid, order.q_index, order.key_slots)
         joined, lse = add_remainder(
             q,
             k,

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from blocksparse.check.per_head import over_blocks
 from blocksparse.check.validators import positive, real, shown
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
-from blocksparse.execute.tiles import tuned
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.kernels.attention.cpu_attention import Kept, cpu_attention, cpu_kernel_refuses, may_skip
+from blocksparse.kernels.common.tiles import tuned
 from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask

@@ -14,10 +14,10 @@ from blocksparse.check.per_head import PerHead, by_head, maybe_per_head, negativ
 from blocksparse.check.validators import a, optional
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
 from blocksparse.execute.launched import BlockPlan, OneNode, first_launched, never_launched, one_node
-from blocksparse.execute.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.sizes import copies_in_bulk
+from blocksparse.kernels.common.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.masks.arguments import Approximation
 from blocksparse.kernels.masks.reach import visited_columns
 from blocksparse.launch.failures import noted

@@ -17,11 +17,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from blocksparse.execute.tiles import HopperTiles, TritonTiles, portable, tuned_int8
 from blocksparse.kernels.attention import int8_attention_hopper, sparse_attention_hopper, sparse_attention_triton
 from blocksparse.kernels.common import hardware
 from blocksparse.kernels.common.hardware import of_attention
 from blocksparse.kernels.common.sizes import padded_keys, padded_values
+from blocksparse.kernels.common.tiles import HopperTiles, TritonTiles, portable, tuned_int8
 from blocksparse.kernels.hopper import split_kv
 from blocksparse.kernels.hopper.tile_scheduler import consumer_registers, registers
 from tests.kernels.ahead import (

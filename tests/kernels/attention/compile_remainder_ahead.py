@@ -10,8 +10,8 @@ import sys
 import torch
 
 import blocksparse as bs
-from blocksparse.execute.tiles import portable
 from blocksparse.kernels.attention.remainder import add_remainder
+from blocksparse.kernels.common.tiles import portable
 from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.testing import make_qkv
 from tests.kernels.ahead import HARDWARE, MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target
@@ -32,7 +32,7 @@ def main() -> int:
             with gathered(name) as found:
                 add_remainder(
                     q, k, v, torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32),
-                    KeptBlocks(keep, grid, 64, 64, 0), scale=1.0, softcap=30.0 if causal else None, tiles=tiles,
+                    KeptBlocks(keep, grid), scale=1.0, softcap=30.0 if causal else None, tiles=tiles,
                 )  # fmt: skip
             for variant in found.values():
                 kernel = variant.compiled(target)

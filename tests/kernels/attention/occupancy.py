@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import triton
 
-from blocksparse.execute.tiles import TritonTiles, portable
 from blocksparse.kernels.common.hardware import TARGETS, Hardware
+from blocksparse.kernels.common.tiles import TritonTiles, portable
 from tests.kernels.ahead import report_of
 from tests.kernels.attention.compile_ahead import compile_sparse_attention
 

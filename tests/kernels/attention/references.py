@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED
+from blocksparse.kernels.common.tiles import HopperTiles
 from blocksparse.kernels.gemm.products import products
-from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, TilesOnHopper
+from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tile_operands import TileOperands
 from blocksparse.kernels.quantize.tokens import FP8_LIMIT
@@ -176,7 +177,7 @@ def int8_attention_reference(
     operands: TileOperands,
     lists: Lists,
     positions: TokenPositions,
-    tiles: TilesOnHopper,
+    tiles: HopperTiles,
     *,
     scale: float,
     pv_skip: Tensor | None = None,

@@ -18,8 +18,8 @@ from tests.specs import asked
 
 pytest.importorskip("triton")
 from blocksparse.execute.int8 import tile_operands
-from blocksparse.execute.tiles import HopperTiles, tuned_int8
 from blocksparse.kernels.attention.sparse_attention import int8_attention
+from blocksparse.kernels.common.tiles import HopperTiles, tuned_int8
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tile_operands import TileOperands
 

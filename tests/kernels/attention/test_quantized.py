@@ -19,10 +19,10 @@ from tests.machine import DTYPES, GPU
 
 pytest.importorskip("triton")
 from blocksparse.execute.int8 import token_operands
-from blocksparse.execute.tiles import TritonTiles, portable
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.sizes import empty_as
+from blocksparse.kernels.common.tiles import TritonTiles, portable
 from blocksparse.kernels.masks.arguments import Approximation
 from blocksparse.kernels.masks.grid import TokenPositions
 

@@ -14,8 +14,8 @@ from tests import stages
 from tests.machine import GPU
 
 pytest.importorskip("triton")
-from blocksparse.execute.tiles import TritonTiles
 from blocksparse.kernels.attention.remainder import add_remainder
+from blocksparse.kernels.common.tiles import TritonTiles
 from blocksparse.kernels.masks.arguments import KeptBlocks
 
 SMALL = TritonTiles(16, 16, 4, 2)
@@ -27,9 +27,7 @@ def given(
     """Arguments of the op, for what a pipeline with an exact executor gives."""
     trace = pipeline.trace(q, k, v, **asked)
     grid, order, spec = trace.mask.grid, trace.permutation, trace.spec
-    kept = KeptBlocks(
-        trace.mask.keep, grid, grid.q_block, grid.k_block, grid.q_lead, order.q_index, order.key_slots
-    )
+    kept = KeptBlocks(trace.mask.keep, grid, order.q_index, order.key_slots)
     return {
         "q": q, "k": k, "v": v, "out": trace.output.out, "lse": trace.output.lse, "kept": kept,
         "scale": spec.scale, "softcap": spec.softcap,

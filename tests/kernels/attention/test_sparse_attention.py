@@ -26,11 +26,11 @@ from tests.specs import asked
 
 pytest.importorskip("triton")
 from blocksparse.execute import triton as executor_module
-from blocksparse.execute.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.attention import sparse_attention as op
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED, sparse_attention
 from blocksparse.kernels.attention.sparse_attention_triton import runs_interpreted
 from blocksparse.kernels.common.hardware import INTERPRETER, hardware_of
+from blocksparse.kernels.common.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.hopper import split_kv
 from blocksparse.kernels.hopper.launch import copy_back, whole_rows
 from blocksparse.kernels.layout.gather import gather_two
@@ -890,7 +890,7 @@ def test_hopper_has_the_best_buffers_that_fit(
 def test_tiles_for_hopper_follow_head_dims_and_blocks(
     D: int, Dv: int, q_block: int, want: Tiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blocksparse.execute.tiles.is_hopper", lambda device: True)
+    monkeypatch.setattr("blocksparse.kernels.common.tiles.is_hopper", lambda device: True)
     q, k, v = (torch.empty(1, 2, 1000, x, dtype=torch.bfloat16, device="meta") for x in (D, D, Dv))
     assert tuned(q, k, v, q_block, 128) == want
 

@@ -17,8 +17,8 @@ from tests.kernels.attention.references import sparse_attention_reference
 from tests.machine import needs_hopper
 
 pytest.importorskip("triton")
-from blocksparse.execute.tiles import HopperTiles, tuned
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
+from blocksparse.kernels.common.tiles import HopperTiles, tuned
 from blocksparse.kernels.hopper import split_kv as module
 from blocksparse.kernels.hopper.split_kv import SplitKV, split_kv
 from blocksparse.kernels.masks.arguments import LogitChange

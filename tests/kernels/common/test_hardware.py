@@ -8,10 +8,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from blocksparse.execute.tiles import portable
 from blocksparse.kernels.attention.sparse_attention_triton import most_registers
 from blocksparse.kernels.common import hardware
 from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, fitted, hardware_of, of_attention
+from blocksparse.kernels.common.tiles import portable
 from tests.kernels.foretold import foretold
 from tests.machine import GPU
 

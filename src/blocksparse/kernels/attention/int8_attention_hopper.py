@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from blocksparse.kernels.common.names_triton import reinterpret
 from blocksparse.kernels.common.sizes import for_bulk_copies
+from blocksparse.kernels.common.tiles import HopperTiles
 from blocksparse.kernels.hopper.arguments import Buffers, Constants, Descriptors, Inputs, Pointers, Sizes, Strides
 from blocksparse.kernels.hopper.int8 import LAZY, after, kept, masked_tile, operands_of, products, promoted, step
 from blocksparse.kernels.hopper.launch import copy_back, launch_of, whole_rows
@@ -47,7 +48,7 @@ from blocksparse.kernels.hopper.tile_scheduler import (
     read,
     unpack_coords,
 )
-from blocksparse.kernels.masks.arguments import Lists, TilesOnHopper
+from blocksparse.kernels.masks.arguments import Lists
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tile_operands import TileOperands
 from blocksparse.launch.launches import remembered
@@ -62,7 +63,7 @@ def int8_attention_hopper(
     lse: Tensor,
     lists: Lists,
     positions: TokenPositions,
-    tiles: TilesOnHopper,
+    tiles: HopperTiles,
     scale: float,
     pv_skip: Tensor | None,
 ) -> None:

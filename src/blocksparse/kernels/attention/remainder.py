@@ -18,8 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.tiles import TritonTiles
 from blocksparse.kernels.gemm.products import products, wide_dtype
-from blocksparse.kernels.masks.arguments import KeptBlocks, PortableTiles
+from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.score.block_mean import block_mean
 
@@ -36,7 +37,7 @@ def add_remainder(
     *,
     scale: float,
     softcap: float | None = None,
-    tiles: PortableTiles | None = None,
+    tiles: TritonTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output and the lse with the remainder, `[B, Hq, M, Dv]` and `[B, Hq, M]`, in new memory.
 
@@ -64,7 +65,7 @@ def add_remainder_reference(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Reference implementation in plain torch, a few rows of blocks at a time."""
-    q_index, k_block = kept.q_index, kept.k_block
+    q_index, k_block = kept.q_index, kept.grid.k_block
     (B, Hq, M, _), N = q.shape, k.shape[2]
     keys, values = (block_mean(x, k_block, index=kept.key_slots) for x in (k, v))  # [B, H, cols, ...]
     bad = ~(keys.isfinite().all(-1) & values.isfinite().all(-1))  # [B, H, cols]
@@ -75,10 +76,10 @@ def add_remainder_reference(
     size[-1] = N - (cols - 1) * k_block
     dropped = _per_query_head(~kept.keep & seen_whole(kept.grid), Hq)
     bad = _per_query_head(bad, Hq).unsqueeze(2)
-    place = torch.arange(M, device=q.device) + kept.q_lead
+    place = torch.arange(M, device=q.device) + kept.grid.q_lead
     results, sums = [], []
     for first in range(0, M, step := max(1, _LOGITS // (B * Hq * cols))):
-        row = place[first : first + step] // kept.q_block
+        row = place[first : first + step] // kept.grid.q_block
         query = q[:, :, first : first + step] if q_index is None else _at(q, q_index[:, :, first : first + step])
         logits = products(query, keys) * scale
         if softcap is not None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from blocksparse.kernels.common.device_functions import alike, capped, head_at, log_sum, rows_of, step
 from blocksparse.kernels.common.hardware import fp32_products
 from blocksparse.kernels.common.sizes import cdiv, empty_together, power_of_2
-from blocksparse.kernels.masks.arguments import KeptBlocks, PortableTiles
+from blocksparse.kernels.common.tiles import TritonTiles
+from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.kernels.masks.grid_triton import positions, rows_at, strides
 from blocksparse.launch.launches import remembered
 
@@ -34,13 +35,13 @@ def add_remainder_triton(
     kept: KeptBlocks,
     scale: float,
     softcap: float | None,
-    tiles: PortableTiles,
+    tiles: TritonTiles,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels; arguments as in `add_remainder`.
 
-    `tiles.block_m` divides `kept.q_block`, and `tiles.block_n` 64.
+    `tiles.block_m` divides `kept.grid.q_block`, and `tiles.block_n` 64.
     """
-    keep, grid, q_index, key_slots, k_block = kept.keep, kept.grid, kept.q_index, kept.key_slots, kept.k_block
+    keep, grid, q_index, key_slots, k_block = kept.keep, kept.grid, kept.q_index, kept.key_slots, kept.grid.k_block
     q, k, v, out, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out, lse))
     (B, Hq, M, D), (N, Dv) = q.shape, v.shape[2:]
     H, cols = k.shape[1] if key_slots is None else key_slots.shape[1], cdiv(N, k_block)
@@ -69,14 +70,14 @@ def add_remainder_triton(
         rows, cols, filled, Hq // H, *(Hq // x.shape[1] for x in (keep, at[0], at[2])),
         WORDS=16, WORD=_WORD, CAUSAL=grid.causal, WINDOW=grid.window, num_warps=4,
     )  # fmt: skip
-    _add[(cdiv(kept.q_lead + M, tiles.block_m), Hq, B)](
+    _add[(cdiv(kept.grid.q_lead + M, tiles.block_m), Hq, B)](
         q, keys, values, out, lse, result, sums, q_index, taken, ends, spoilt,
         q.stride()[:3], out.stride()[:3], result.stride()[:3], alike(*lse.stride()[:2]),
         alike(*sums.stride()[:2]), None if q_index is None else alike(*q_index.stride()[:2]),
-        M, rows, cols, filled, Hq // H, kept.q_lead, factor, cap,
+        M, rows, cols, filled, Hq // H, kept.grid.q_lead, factor, cap,
         math.log2(k_block), math.log2(N - (cols - 1) * k_block) - math.log2(k_block),
         D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        SPLIT=kept.q_block // tiles.block_m, WORD=_WORD, PRECISION=fp32_products(),
+        SPLIT=kept.grid.q_block // tiles.block_m, WORD=_WORD, PRECISION=fp32_products(),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return result, sums

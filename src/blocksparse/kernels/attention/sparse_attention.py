@@ -23,7 +23,7 @@ It computes what `sparse_attention` does, with
 
     q[i] ~ q8[i] * q_scale[i],    k[j] ~ k8[j] * scale(j),    v[j] ~ v8[j] * scale(j)
 
-TilesOnHopper of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`. There a piece (a tile of
+Tiles of keys that a row sees whole are read from heads 0 to Hk - 1 of `k` and of fp8 `v`. There a piece (a tile of
 keys, or the part of one that a narrower block fills) has four scales, one for each group of its keys. Masked tiles of keys
 are read from heads Hk to 2 Hk - 1, where each token has a scale. A tile of keys counts as masked if it holds a part of the
 row's partial blocks, or is the last of the row's list. Products in int8 are exact. The tensor cores add fp8 products in
@@ -41,8 +41,9 @@ from attrs import evolve
 from torch import Tensor
 
 from blocksparse.kernels.common.sizes import empty_as
+from blocksparse.kernels.common.tiles import HopperTiles, Tiles
 from blocksparse.kernels.layout.gather import gather_two
-from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, Tiles, TilesOnHopper
+from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tile_operands import TileOperands
 
@@ -139,7 +140,7 @@ def int8_attention(
     operands: TileOperands,
     lists: Lists,
     positions: TokenPositions,
-    tiles: TilesOnHopper,
+    tiles: HopperTiles,
     *,
     scale: float,
     pv_skip: Tensor | None = None,

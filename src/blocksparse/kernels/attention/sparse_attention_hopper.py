@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from blocksparse.kernels.common.sizes import for_bulk_copies
+from blocksparse.kernels.common.tiles import HopperTiles
 from blocksparse.kernels.hopper.arguments import (
     Buffers,
     Constants,
@@ -33,7 +34,7 @@ from blocksparse.kernels.hopper.loaders import BOX_COLS, load_keys, load_values,
 from blocksparse.kernels.hopper.softmax import reference_of, scale_and_cap
 from blocksparse.kernels.hopper.split_kv import split_kv
 from blocksparse.kernels.hopper.tile_scheduler import LOADER_REGISTERS, OF_PROMPT, make_rings, positive
-from blocksparse.kernels.masks.arguments import Lists, LogitChange, TilesOnHopper
+from blocksparse.kernels.masks.arguments import Lists, LogitChange
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.launches import remembered
 
@@ -46,7 +47,7 @@ def sparse_attention_hopper(
     lse: Tensor,
     lists: Lists,
     positions: TokenPositions,
-    tiles: TilesOnHopper,
+    tiles: HopperTiles,
     scale: float,
     change: LogitChange,
 ) -> None:

@@ -16,7 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from blocksparse.kernels.common.device_functions import alike, capped, head_at, head_strides, log_sum, rows_of
 from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of, has_descriptors
 from blocksparse.kernels.common.sizes import copies_in_bulk, power_of_2
-from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange, PortableTiles
+from blocksparse.kernels.common.tiles import TritonTiles
+from blocksparse.kernels.masks.arguments import Approximation, Lists, LogitChange
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tokens import FP8_LIMIT
 from blocksparse.launch.launches import remembered
@@ -34,7 +35,7 @@ def sparse_attention_triton(
     lse: Tensor,
     lists: Lists,
     positions: TokenPositions,
-    tiles: PortableTiles,
+    tiles: TritonTiles,
     scale: float,
     approximation: Approximation,
     change: LogitChange,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import head_strides
 from blocksparse.kernels.common.sizes import REMEMBERED, padded_keys, padded_values
+from blocksparse.kernels.common.tiles import HopperTiles
 from blocksparse.kernels.hopper.tile_scheduler import consumer_registers, registers
-from blocksparse.kernels.masks.arguments import Lists, TilesOnHopper
+from blocksparse.kernels.masks.arguments import Lists
 from blocksparse.kernels.masks.grid import TokenPositions
 
 
@@ -33,7 +34,7 @@ def launch_of(
     keys: tuple[int, int],
     lists: Lists,
     positions: TokenPositions,
-    tiles: TilesOnHopper,
+    tiles: HopperTiles,
     scale: float,
     entries: int | None = None,
 ) -> Launch:
@@ -64,7 +65,7 @@ def launch_of(
 
 
 @functools.lru_cache(maxsize=REMEMBERED)  # tiles and sizes of blocks and heads alone decide them
-def _options(tiles: TilesOnHopper, q_block: int, k_block: int, D: int, Dv: int) -> dict[str, int]:
+def _options(tiles: HopperTiles, q_block: int, k_block: int, D: int, Dv: int) -> dict[str, int]:
     block_m, piece = 64 * tiles.consumers, min(k_block, tiles.block_n)
     return {
         "DQ": padded_keys(D), "DV": padded_values(Dv),

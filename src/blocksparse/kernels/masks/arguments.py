@@ -2,7 +2,7 @@
 
 lists    which key blocks each row of blocks visits: `Lists`, or `RankedLists` in visiting order
 places   which original positions those blocks hold, and whether later keys are masked: `TokenPositions`
-tiles    which kernel runs, and how it is launched: `HopperTiles` and `TritonTiles` of `execute/tiles.py`
+tiles    which kernel runs, and how it is launched: `HopperTiles` and `TritonTiles` of `common/tiles.py`
 change   what the layer does to its logits before the softmax: `LogitChange`
 blocks   which blocks a call kept, where the others count as well: `KeptBlocks`
 scales   what 8-bit operands stand for: `Approximation`, and `TileOperands` of `quantize/tile_operands.py`
@@ -11,7 +11,6 @@ scales   what 8-bit operands stand for: `Approximation`, and `TileOperands` of `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from attrs import evolve, frozen
 from torch import Tensor
@@ -28,41 +27,6 @@ class Lists:
     index: Tensor  # [B|1, Hm, rows, cols] int16 or int32, a row's full blocks, then its partial blocks
     q_block: int
     k_block: int
-
-
-class Tiles(Protocol):
-    """`HopperTiles` or `TritonTiles` of `execute/tiles.py`, which say what their fields mean."""
-
-    @property
-    def kernel(self) -> str:
-        """ "hopper" or "triton"."""
-
-    @property
-    def block_n(self) -> int: ...
-    @property
-    def num_stages(self) -> int: ...
-    def __hash__(self) -> int: ...
-
-
-class TilesOnHopper(Tiles, Protocol):
-    """`HopperTiles`."""
-
-    @property
-    def consumers(self) -> int: ...
-    @property
-    def per_sm(self) -> int: ...
-    def buffers(self, head_dim: int, value_dim: int) -> dict[str, int]: ...
-
-
-class PortableTiles(Tiles, Protocol):
-    """`TritonTiles`."""
-
-    @property
-    def block_m(self) -> int: ...
-    @property
-    def num_warps(self) -> int: ...
-    @property
-    def tma(self) -> bool: ...
 
 
 @frozen(eq=False)
@@ -113,9 +77,6 @@ class KeptBlocks:
 
     keep: Tensor  # [B|1, H|1, rows, cols] bool
     grid: BlockGrid
-    q_block: int
-    k_block: int
-    q_lead: int  # empty places before the first query
     q_index: Tensor | None = None  # [B, Hq, M] int32, the query in each slot; None if queries stay in place
     key_slots: Tensor | None = None  # [B, H, N] int32, the key in each slot; None if keys stay in place
 

@@ -1,7 +1,7 @@
 """A grid of blocks as kernels take it, and rules of position on it.
 
 `sees`: Which keys a query sees: the rule for single pairs, which all definitions in plain torch use.
-`BlockGrid`: The first and the last original position of every block, for kernels over blocks.
+`BlockGrid`: How slots are cut into blocks, and the first and the last original position of every block.
 `TokenPositions`: Original positions of the tokens in every row and column of blocks, for attention kernels.
 `AlwaysKept`: Blocks that are kept for their position, as numbers that one kernel launch applies together.
 """
@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from attrs import evolve, frozen
@@ -31,74 +31,120 @@ def sees(q_at: Tensor, k_at: Tensor, *, causal: bool, window: int | None) -> Ten
     return seen if window is None else seen & (k_at > q_at - window)
 
 
-class BlockGrid(Protocol):
-    """Positions of blocks, and what follows from them, as `blocksparse.Grid` has it.
+@frozen(eq=False, kw_only=True)
+class BlockGrid:
+    """Rows of `q_block` query slots by columns of `k_block` key slots, and the positions that each block holds.
 
-    Every tensor has four axes, `[B|1, H|1, rows|1, cols|1]`; an axis of one entry holds for all. Kernels read the positions
-    and work out the rest block by block; the functions in plain torch take the other properties.
+    Tensors have four axes, `[B|1, H|1, rows|1, cols|1]`; an axis of one entry holds for all. Kernels read the positions
+    and work out the rest block by block; reference implementations take the properties.
     """
 
-    @property
-    def causal(self) -> bool: ...
+    causal: bool
+    q_len: int
+    k_len: int
+    q_block: int
+    k_block: int
+    q_first: Tensor  # [B|1, H|1, rows, 1] int32
+    q_last: Tensor  # [B|1, H|1, rows, 1] int32
+    k_first: Tensor  # [B|1, H|1, rows|1, cols] int32
+    k_last: Tensor  # [B|1, H|1, rows|1, cols] int32; -1 for a block of empty slots
+    k_whole: Tensor  # [B|1, H|1, rows|1, cols] bool, whether the block has no empty slot
+    # How many tokens a query sees at most, its own included. None unless causal, and where it would hide nothing.
+    window: int | None = None
+    remaining: int = 0  # tokens of the prompt after the last query
 
     @property
-    def window(self) -> int | None:
-        """How many tokens a query sees at most, its own included; None unless causal, and if nothing is hidden."""
+    def rows(self) -> int:
+        return self.q_first.shape[2]
 
     @property
-    def q_first(self) -> Tensor:
-        """`[B|1, H|1, rows, 1]` int32."""
+    def cols(self) -> int:
+        return self.k_first.shape[3]
 
     @property
-    def q_last(self) -> Tensor:
-        """`[B|1, H|1, rows, 1]` int32."""
+    def first_position(self) -> int:
+        """The position of the first query; 0 when not causal."""
+        return self.k_len - self.q_len if self.causal else 0
 
     @property
-    def k_first(self) -> Tensor:
-        """`[B|1, H|1, rows|1, cols]` int32."""
-
-    @property
-    def k_last(self) -> Tensor:
-        """`[B|1, H|1, rows|1, cols]` int32, -1 for a block of empty slots."""
-
-    @property
-    def k_whole(self) -> Tensor:
-        """`[B|1, H|1, rows|1, cols]` bool, whether the block has no empty slot."""
-
-    @property
-    def first_row(self) -> int:
-        """Index of row 0 in the whole prompt."""
+    def end(self) -> int:
+        """The position after the last query's."""
+        return self.first_position + self.q_len
 
     @property
     def prompt_end(self) -> int:
-        """The position after the last query of the prompt."""
+        """The position after the last query of the prompt, which a later call may have."""
+        return self.end + self.remaining
+
+    @property
+    def prompt_keys(self) -> int:
+        """Number of keys of the prompt. A call that is not causal has all of them."""
+        return self.k_len + self.remaining if self.causal else self.k_len
+
+    @property
+    def first_row(self) -> int:
+        """The index of row 0 among the rows of the whole prompt."""
+        return self.first_position // self.q_block
+
+    @property
+    def q_lead(self) -> int:
+        """Number of empty slots in row 0 before its first query."""
+        return self.first_position % self.q_block
 
     @property
     def reachable(self) -> Tensor:
-        """Blocks in which some query may see some key: `k_last >= 0`, and when causal `k_first <= q_last`.
-
-        With a window also `k_last > q_first - window`.
-        """
+        """The blocks in which some query may see some key, `[B|1, H|1, rows, cols]`."""
+        there = self.k_last >= 0
+        if not self.causal:
+            return there.expand(self._shape)
+        seen = there & (self.k_first <= self.q_last)
+        return seen if self.window is None else seen & (self.k_last > self.q_first - self.window)
 
     @property
     def full(self) -> Tensor:
-        """Blocks in which every query may see every key: `k_whole`, and when causal `k_last <= q_first`.
+        """The blocks in which every query may see every key, so that an executor need not mask them."""
+        if not self.causal:
+            return self.k_whole.expand(self._shape)
+        full = self.k_whole & (self.k_last <= self.q_first)
+        return full if self.window is None else full & (self.k_first > self.q_last - self.window)
 
-        With a window also `k_first > q_last - window`.
-        """
+    def sees(self, q_at: Tensor, k_at: Tensor) -> Tensor:
+        """Whether queries at the original positions `q_at` see keys at `k_at`, broadcast against each other."""
+        return sees(q_at, k_at, causal=self.causal, window=self.window)
 
     @property
     def diagonal(self) -> Tensor:
-        """When causal, reachable blocks with `k_last >= q_first`; when not, none."""
+        """The reachable blocks whose keys may be the row's own tokens.
+
+        If they are kept, no causal query is left without a key. When not causal, queries need not be the same
+        tokens as the keys, and all entries are False.
+        """
+        if not self.causal:
+            return torch.zeros(self._shape, dtype=torch.bool, device=self.k_last.device)
+        return self.reachable & (self.k_last >= self.q_first)
 
     def holding_first(self, tokens: int) -> Tensor:
-        """Reachable blocks with `k_first < tokens`."""
+        """The reachable blocks that hold any of the first `tokens` original positions."""
+        return self.reachable & (self.k_first < min(tokens, FAR))
 
     def within(self, tokens: int) -> Tensor:
-        """Reachable blocks with `k_last >= q_first - tokens`, and when not causal `k_first <= q_last + tokens`."""
+        """The reachable blocks that may hold a key at most `tokens` before some query of the row.
+
+        When not causal, keys at most `tokens` after a query count as well.
+        """
+        tokens = min(tokens, FAR)
+        near = self.reachable & (self.k_last >= self.q_first - tokens)
+        return near if self.causal else near & (self.k_first <= self.q_last + tokens)
 
     def own_segment(self, S: int) -> Tensor:
-        """Reachable blocks with `k_first // S == q_first // S`."""
+        """The reachable blocks that lie in the same segment of `S` original positions as the row."""
+        S = min(S, FAR)
+        return self.reachable & (self.k_first // S == self.q_first // S)
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        B, H, rows, _ = torch.broadcast_shapes(self.q_last.shape, (*self.k_last.shape[:2], 1, 1))
+        return B, H, rows, self.cols
 
 
 @frozen(eq=False)
