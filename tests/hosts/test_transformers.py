@@ -80,6 +80,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, **ALTERNATING, head_dim=8, num_local_experts=2, num_experts_per_tok=1
     ),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=LAYERS, n_head=HEADS),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **SIZES | {"num_key_value_heads": HEADS},
         q_lora_rank=16,
@@ -553,9 +554,10 @@ def test_dropout_is_dense() -> None:
     assert all_dense(recorder, "dropout")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gpt2"])
 @pytest.mark.parametrize("by_config", [False, True], ids=["argument", "config"])
 def test_output_attentions_are_those_of_eager(name: str, by_config: bool) -> None:
+    """Also of GPT-2, whose layers never hear that somebody asks."""
     model, recorder, ids = make(name), DensityRecorder(), tokens(60)
     model.config.output_attentions = by_config
     asked = {} if by_config else {"output_attentions": True}
@@ -898,6 +900,7 @@ def test_models_that_choose_keys_are_an_error() -> None:
 def test_models_that_add_keys_are_an_error() -> None:
     """As DeepSeek V4 does, whose compressed keys stand behind those that its mask knows."""
     model = make("llama")
+    model.set_attn_implementation("sdpa")  # eager attention without a mask sees every key
     x, more = torch.zeros(1, HEADS, 70, 8), torch.zeros(1, HEADS, 75, 8)
     mask = PromptMask((1, 1, 70, 70), 70, x.device, window=20)
     with attach(model, SPARSE, min_tokens=1) as attachment:

@@ -273,6 +273,27 @@ def test_modules_that_do_not_say_whether_they_are_causal(padded: bool) -> None:
     assert recorder.sparse_calls() == dict.fromkeys(range(2), 2 if padded else 1)
 
 
+def test_modules_that_say_they_are_causal_and_are_not() -> None:
+    """Their own function, the only one that BridgeTower has, takes no mask to mean that every token is seen."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2}
+    config = transformers.BridgeTowerConfig(
+        **sizes,
+        num_attention_heads=4,
+        intermediate_size=48,
+        text_config=sizes | {"vocab_size": VOCABULARY, "num_attention_heads": 4, "intermediate_size": 48},
+        vision_config=sizes | {"image_size": 32, "patch_size": 4},
+    )
+    model = random_model(transformers.BridgeTowerModel._from_config, config)
+    given = {"input_ids": tokens(60), "pixel_values": torch.randn(1, 3, 32, 32)}
+    expected, recorder = model(**given), DensityRecorder()
+    with attached(model, recorder), attached(model, recorder):
+        actual = model(**given)
+    for name in ("text_features", "image_features"):
+        assert_same(actual[name], expected[name])
+    assert {reason for calls in recorder.dense_calls().values() for reason in calls} == {"not causal"}
+    assert recorder.sparse_calls() == {}
+
+
 def test_what_an_executor_cannot_run_is_dense() -> None:
     """With its reason; so are heads of a group that it cannot run."""
     model, ids = make("llama"), tokens(60)
@@ -431,6 +452,28 @@ def test_adapters_of_peft_are_attached_to() -> None:
     with attached(adapted, recorder):
         torch.testing.assert_close(adapted(ids).logits, expected, atol=1e-4, rtol=1e-4)
     assert all_sparse(recorder)
+
+
+def test_weights_of_a_module_that_has_a_function_of_another_name() -> None:
+    """The eager function of Phi-4's vision tower is not that of its decoder."""
+    phi4 = transformers.models.phi4_multimodal
+    config = phi4.configuration_phi4_multimodal.Phi4MultimodalVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=4,
+        crop_size=32,
+    )
+    model = random_model(phi4.modeling_phi4_multimodal.Phi4MultimodalVisionModel._from_config, config)
+    patches = torch.ones(1, 8, 8, dtype=torch.bool)
+    patches[:, :, 6:] = False
+    given = {"pixel_values": torch.randn(1, 3, 32, 32), "patch_attention_mask": patches, "output_attentions": True}
+    expected = model(**given).attentions
+    with attached(model, DensityRecorder()):
+        actual = model(**given).attentions
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("heads", [1, 4])

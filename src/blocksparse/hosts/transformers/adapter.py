@@ -34,6 +34,7 @@ class TransformersAdapter:
 
     layers: Mapping[int, LayerAttention]  # by `layer_idx`, -1 for attention without one
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
+    eager: frozenset[int]  # ids of those modules that attended by their own functions before
     outcomes: Outcomes
     lengths: LastLengths = field(factory=LastLengths, init=False)
     prompt: KnownPrompt = field(factory=KnownPrompt, init=False)
@@ -68,7 +69,9 @@ class TransformersAdapter:
 
         Returns `[B, M, Hq, Dv]`, contiguous, and the weights `[B, Hq, M, N]` if `output_attentions` asks for them.
         """
-        call = AttentionCall.of(module, query, key, value, attention_mask, kwargs, self.lengths)
+        call = AttentionCall.of(
+            module, query, key, value, attention_mask, kwargs, self.lengths, eager=id(module) in self.eager
+        )
         if id(module) not in self.modules:
             return dense(call)
         layer, seen, reason = self.layers[call.layer], call.seen, call.dense_because()

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blocksparse.check.per_head import read_again
 from blocksparse.check.validators import flag, optional, shown, size, whole
 from blocksparse.hosts.transformers.adapter import TransformersAdapter
-from blocksparse.hosts.transformers.attachment import Attachment
+from blocksparse.hosts.transformers.attachment import Attachment, EndingName
 from blocksparse.hosts.transformers.call import layer_of
 from blocksparse.hosts.transformers.layer import LayerAttention, Outcomes
 from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
@@ -83,12 +83,21 @@ def attach(
         )
         for layer, attention in _layers_of(schedule, model).items()
     }  # fmt: skip
-    adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), outcomes)
+    eager = frozenset(id(module) for module in model.modules() if _attends_by_itself(module))
+    adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), eager, outcomes)
     configs = _configs(model)
     _refuse_own_masks(model)
     _refuse_own_functions(configs, model)
     _refuse_shared(configs, adapter.modules, model)
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
+
+
+def _attends_by_itself(module: nn.Module) -> bool:
+    """Whether a module calls its own function, which transformers names "eager", below all attachments."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    while isinstance(name, EndingName):
+        name = name.before
+    return name == "eager"
 
 
 def _inside(model: nn.Module) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from blocksparse.batch.sequences import Sequences
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
@@ -97,7 +98,10 @@ class AttentionCall:
         mask: Tensor | PromptMask | None,
         kwargs: dict[str, Any],
         lengths: LastLengths,
+        *,
+        eager: bool = False,
     ) -> AttentionCall:
+        """The call that a model makes. If its attention was `eager`, no mask means that all keys are seen."""
         B, M, N = query.shape[0], query.shape[2], key.shape[2]
         if isinstance(mask, PromptMask):
             if mask.shape[2:] != (M, N):
@@ -119,6 +123,8 @@ class AttentionCall:
         causal = bool(getattr(module, "is_causal", False) if asked is None else asked)
         if mask is not None:
             return cls(module, query, key, value, mask, causal, None, kwargs)
+        if eager:  # whose masks are never left out, and which does not know `is_causal`
+            return cls(module, query, key, value, None, False, N, kwargs)
         if causal and 1 < M != N:
             raise ValueError(
                 f"{type(module).__name__} got {M} queries, {N} keys and no mask, so the positions of the queries "
@@ -165,9 +171,14 @@ class AttentionCall:
 
     @property
     def wants_weights(self) -> bool:
+        """Whether somebody asks for weights: in the call, in the config, or of a model that keeps it to itself."""
         if (asked := self.kwargs.get("output_attentions")) is not None:
             return bool(asked)
-        return bool(getattr(getattr(self.module, "config", None), "output_attentions", False))
+        if getattr(getattr(self.module, "config", None), "output_attentions", False):
+            return True
+        if torch.compiler.is_compiling() and not _active_collector.compiling:
+            return False
+        return any(name.endswith("attentions") for name in _active_collector.get() or ())
 
     def dense_because(self) -> str | None:
         """The first reason why all of this call must be dense, whatever its layer and its lengths, or None."""

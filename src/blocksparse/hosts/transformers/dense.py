@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -124,12 +124,13 @@ def _chunk(call: AttentionCall, seen: int) -> Tensor:
 
 
 def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`eager_attention_forward` of the module that defines the attention class, or one of its base classes."""
-    for owner in type(module).__mro__:
-        if eager := getattr(sys.modules.get(owner.__module__), "eager_attention_forward", None):
-            found: Callable[..., tuple[Tensor, Tensor]] = eager
+    """The function that the forward of a module names for "eager": most models have one, and some have several."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    for name in forward.__code__.co_names:
+        if name.endswith("eager_attention_forward"):
+            found: Callable[..., tuple[Tensor, Tensor]] = forward.__globals__[name]
             return found
     raise ValueError(
-        f"{type(module).__name__} needs its own dense attention, and {type(module).__module__} has no "
+        f"{type(module).__name__} needs its own dense attention, and its forward names no "
         "eager_attention_forward: detach the model"
     )
