@@ -182,15 +182,15 @@ def test_equal_pipelines_share_what_runs_their_stages() -> None:
 
     one, other = made(bs.TopK(3)), made(bs.TopK(3))
     assert one is not other
-    assert one._stages is other._stages
-    assert owner_of(one._stages._sparse) is not None
+    assert one._core is other._core
+    assert owner_of(one._core._sparse) is not None
     mine, its = made(bs.Sink() | Own(torch.ones(3))), made(bs.Sink() | Own(torch.zeros(3)))
     assert mine == its
-    assert mine._stages is not its._stages
-    assert owner_of(mine._stages._sparse) is None
+    assert mine._core is not its._core
+    assert owner_of(mine._core._sparse) is None
     held = ref(selector := Own(torch.ones(3)))
     pipeline = made(selector)
-    assert owner_of(pipeline._stages._sparse) is None
+    assert owner_of(pipeline._core._sparse) is None
     del selector, pipeline
     gc.collect()
     assert held() is None

@@ -10,7 +10,7 @@ from attrs import evolve
 
 import blocksparse as bs
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.four_stages import EVERYTHING
+from blocksparse.pipeline_core import EVERYTHING
 from blocksparse.select.selector import Selector
 from blocksparse.testing import every_preset, make_qkv
 

@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 # A layer is a folder, or a file beside them. It may import itself and what stands before it.
 LAYERS = [
     "launch", "check", "kernels", "spec", "batch", "inputs", "custom_op", "order", "grid", "score", "select",
-    "execute", "values", "four_stages", "pipeline", "layers", "observe", "presets", "testing", "distributed",
+    "execute", "values", "pipeline_core", "pipeline", "layers", "observe", "presets", "testing", "distributed",
     "hosts", "tools",
 ]  # fmt: skip
 MAY_IMPORT_KERNELS = {

@@ -10,9 +10,9 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.four_stages import FourStages, seen, tail_of
 from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.layers.reused_mask import MaskCache, ReusedMask
+from blocksparse.pipeline_core import PipelineCore, seen, tail_of
 from blocksparse.select.selector import Selector
 from blocksparse.testing import make_qkv
 
@@ -166,7 +166,7 @@ def test_a_compiled_call_takes_any_number() -> None:
 def test_what_is_out_of_sight_is_one_call() -> None:
     """So launches that are repeated are not learned anew for each number of tokens that remain."""
     selector = bs.TopCdf(0.3) | (bs.Band(20) | bs.LastQueries(40)) | bs.LastKeys(50)
-    stages = FourStages.of(bs.Identity(), bs.MeanPoolScorer(BLOCK), selector, bs.CpuExecutor(), True)
+    stages = PipelineCore.of(bs.Identity(), bs.MeanPoolScorer(BLOCK), selector, bs.CpuExecutor(), True)
     spec = bs.AttentionSpec(scale=0.25)
     specs = [seen(spec.with_remaining(more), stages.tail) for more in (50, 51, 1000, 10**30)]
     assert stages.tail == 50

@@ -1,4 +1,4 @@
-"""`Pipeline`, the public interface of four stages. `FourStages` runs them."""
+"""`Pipeline`, the public interface of four stages. `PipelineCore` runs them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from blocksparse.batch.sequences import Sequences
 from blocksparse.check.validators import a, flag
 from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.execute.executor import AttentionOutput, Executor
-from blocksparse.four_stages import Done, FourStages, tell_nobody
 from blocksparse.inputs import checked, refuse_mask
 from blocksparse.launch.torch_modes import refuse_transforms, without_autocast
 from blocksparse.order.permutation import Permuter
+from blocksparse.pipeline_core import Done, PipelineCore, tell_nobody
 from blocksparse.score.key_history import KeyHistory, a_history, one_for_each
 from blocksparse.score.scorer import Scorer
 from blocksparse.select.block_mask import BlockMask
@@ -51,12 +51,12 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     selector: Selector[ScoresT, MaskT]
     executor: Executor[PermutationT, MaskT]
     replay: bool = field(default=True, validator=flag, kw_only=True)
-    _stages: FourStages[PermutationT, ScoresT, MaskT] = field(
+    _core: PipelineCore[PermutationT, ScoresT, MaskT] = field(
         init=False,
         repr=False,
         eq=False,
         default=Factory(
-            lambda self: FourStages.of(self.permuter, self.scorer, self.selector, self.executor, self.replay),
+            lambda self: PipelineCore.of(self.permuter, self.scorer, self.selector, self.executor, self.replay),
             takes_self=True,
         ),
     )
@@ -64,7 +64,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         init=False,
         repr=False,
         eq=False,
-        default=Factory(lambda self: OpaqueCall(self._stages.attend, writes=True), takes_self=True),
+        default=Factory(lambda self: OpaqueCall(self._core.run, writes=True), takes_self=True),
     )
 
     def __repr__(self) -> str:
@@ -161,7 +161,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         a_history.check(history=history)
         q, k, values, spec = checked(q, k, k if v is None else v, asked)
         with without_autocast(q):
-            mask = self._stages.choose(q, k, None if v is None else values, spec, history)[2]
+            mask = self._core.choose(q, k, None if v is None else values, spec, history)[2]
         given = asked.get("scale")
         return Choice(mask, spec if given is None else evolve(spec, scale=given), q.shape[3], q.dtype)
 
@@ -182,7 +182,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         q, k, v, spec = checked(q, k, v, choice.spec.arguments())
         choice.check_fits(q, k)
         with without_autocast(q):
-            return self._stages.execute(q, k, v, choice.mask, spec, out)
+            return self._core.execute(q, k, v, choice.mask, spec, out)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AttentionOutput:
         """Return the output and the log-sum-exp of each query row.
@@ -211,7 +211,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         It is the executor's reason. Or the number of tokens alone shows that the selector keeps everything, and
         the executor allows dense attention then.
         """
-        return self._stages.dense_because(q, k, v, spec)
+        return self._core.dense_because(q, k, v, spec)
 
     @overload
     def trace(
@@ -244,9 +244,9 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         histories = one_for_each(history, sequences)
         with without_autocast(q):
             if sequences is None:
-                return self._stages.trace(q, k, v, spec, histories[0], done)
+                return self._core.trace(q, k, v, spec, histories[0], done)
             parts = sequences.parts(q, k, v, causal=spec.causal)
             return [
-                None if part is None else self._stages.trace(*part, its, each, done)
+                None if part is None else self._core.trace(*part, its, each, done)
                 for part, its, each in zip(parts, sequences.specs(spec), histories, strict=True)
             ]

@@ -552,7 +552,7 @@ def test_layers_of_a_plan_repeat_the_same_launches(tmp_path: Path) -> None:
     assert isinstance(one, Pipeline)
     assert isinstance(other, Pipeline)
     assert one is not other
-    assert owner_of(one._stages._sparse) is owner_of(other._stages._sparse) is not None
+    assert owner_of(one._core._sparse) is owner_of(other._core._sparse) is not None
 
 
 def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import blocksparse as bs
-from blocksparse import four_stages
+from blocksparse import pipeline_core
 from blocksparse.kernels.hopper.launch import copy_back, whole_rows
 from blocksparse.launch import launch_graph
 from blocksparse.launch import replay as module
@@ -280,7 +280,7 @@ def test_a_pipeline_without_replay(device: str) -> None:
 
 def test_dense_calls_look_nothing_up(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """To find out that such a call is never replayed would take longer than all else that it does."""
-    monkeypatch.setattr(four_stages, "dense_attention", lambda q, k, v, spec, *, because: v[:, [0, 0]])
+    monkeypatch.setattr(pipeline_core, "dense_attention", lambda q, k, v, spec, *, because: v[:, [0, 0]])
     pipeline, (q, k, v) = quick(executor=bs.AutoExecutor()), inputs(1, device)
     for _ in range(3):
         assert torch.equal(pipeline(q, k, v), v[:, [0, 0]])

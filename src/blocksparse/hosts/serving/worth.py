@@ -14,11 +14,11 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.execute.auto import AutoExecutor, break_even
-from blocksparse.four_stages import EVERYTHING, keeps_everything
 from blocksparse.hosts.serving.runs import Split
 from blocksparse.hosts.serving.settings import Settings
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.pipeline_core import EVERYTHING, keeps_everything
 from blocksparse.spec import AttentionSpec
 
 _SPEC = AttentionSpec(scale=1.0)

@@ -1,4 +1,4 @@
-"""`FourStages` runs a permuter, a scorer, a selector and an executor, in this order, and checks their types."""
+"""`PipelineCore` runs a permuter, a scorer, a selector and an executor, in this order, and checks their types."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def tell_nobody(given: object) -> None:
 
 @final
 @frozen(cache_hash=True)
-class FourStages(Generic[PermutationT, ScoresT, MaskT]):
+class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
     """The stages of a pipeline. Its methods take checked inputs, outside of autocast.
 
     Args:
-        replay: whether `attend` may replay what an earlier call launched, as in `Pipeline`.
+        replay: whether `run` may replay what an earlier call launched, as in `Pipeline`.
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give.
@@ -130,13 +130,13 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
         selector: Selector[ScoresT, MaskT],
         executor: Executor[PermutationT, MaskT],
         replay: bool,
-    ) -> FourStages[PermutationT, ScoresT, MaskT]:
+    ) -> PipelineCore[PermutationT, ScoresT, MaskT]:
         """These stages: one object for all that are equal, so that new ones need not be looked at again.
 
         Stages from elsewhere may hold what is not part of their value, so each keeps its own.
         """
         key = permuter, scorer, selector, executor, replay
-        return _KNOWN.find(key, lambda: FourStages(*key)) or FourStages(*key)
+        return _KNOWN.find(key, lambda: PipelineCore(*key)) or PipelineCore(*key)
 
     def choose(
         self,
@@ -197,7 +197,7 @@ class FourStages(Generic[PermutationT, ScoresT, MaskT]):
             return None
         return EVERYTHING
 
-    def attend(
+    def run(
         self,
         q: Tensor,
         k: Tensor,
@@ -281,4 +281,4 @@ def seen(spec: AttentionSpec, tail: int | None) -> AttentionSpec:
     return spec if tail is None else spec.with_remaining(min(spec.remaining, tail))
 
 
-_KNOWN: ByValue[FourStages[Any, Any, Any]] = ByValue(256)
+_KNOWN: ByValue[PipelineCore[Any, Any, Any]] = ByValue(256)
