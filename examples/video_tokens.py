@@ -62,7 +62,7 @@ class Row:
 
 
 @final
-@frozen(eq=False)
+@frozen
 class TrueMassScorer(Scorer[GlobalPermutation, BlockMass]):
     """Exact attention mass of each block, the upper bound for every estimate."""
 
