@@ -38,7 +38,7 @@ from blocksparse.distributed.scheme import Scheme
 from blocksparse.layers.head_groups import AnyPipeline
 
 Row = dict[str, Any]
-Attention = Callable[..., Tensor]
+Attend = Callable[..., Tensor]
 
 SCHEMES = ("ulysses", "ulysses, balanced", "all-gather", "ring")
 
@@ -166,7 +166,7 @@ def masks_density(pipeline: AnyPipeline, q: Tensor, k: Tensor) -> Tensor:
 
 
 def measured(
-    here: Here, make: Callable[[AnyPipeline], Attention], pipeline: AnyPipeline, qkv: QKV, N: int, budget: float
+    here: Here, make: Callable[[AnyPipeline], Attend], pipeline: AnyPipeline, qkv: QKV, N: int, budget: float
 ) -> Row:
     """Times and memory of `make(pipeline)` on what this rank has of `N` tokens: all, or a share of them."""
     together, spans = qkv[0].shape[2] < N, Spans(here.device)

@@ -81,16 +81,15 @@ class OpaqueCall(OpaqueBase):
 
         The longest run first, so that a GPU is at work on them while the host prepares the short ones.
         """
-        parts = sequences.parts(q, k, v, causal=spec.causal)
+        parts = sequences.parts(q, k, v, spec)
         more: list[dict[str, Any]] = [{} if histories is None else {"history": its} for its in histories or parts]
-        each = zip(sequences.spans, parts, sequences.specs(spec), more, strict=True)
-        runs = [run for run in each if run[1] is not None]
+        each = zip(sequences.spans, parts, more, strict=True)
+        runs = [(span, part, its) for span, part, its in each if part is not None]
         out = _new_output(q, v.shape[-1])
         if sum(span.queries for span, *_ in runs) < q.shape[0] * q.shape[2]:
             out.zero_()
-        for span, part, its_spec, its in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
-            assert part is not None
-            self._into(span.rows(out), *part, its_spec, **its)
+        for span, part, its in sorted(runs, key=lambda run: -run[0].queries * run[0].keys):
+            self._into(span.rows(out), *part, **its)
         if self.ends is not None:
             self.ends(out, q, k, v, spec, sequences)
         return out

@@ -245,8 +245,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         with without_autocast(q):
             if sequences is None:
                 return self._core.trace(q, k, v, spec, histories[0], done)
-            parts = sequences.parts(q, k, v, causal=spec.causal)
             return [
-                None if part is None else self._core.trace(*part, its, each, done)
-                for part, its, each in zip(parts, sequences.specs(spec), histories, strict=True)
+                None if part is None else self._core.trace(*part, its, done)
+                for part, its in zip(sequences.parts(q, k, v, spec), histories, strict=True)
             ]

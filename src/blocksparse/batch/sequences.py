@@ -202,37 +202,32 @@ class Sequences(OpaqueBase):
         return cls(spans, batch=B, queries=M, keys=N, remaining=remaining)
 
     def parts(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
-    ) -> list[tuple[Tensor, Tensor, Tensor] | None]:
-        """q, k and v of every sequence, as views; None for a sequence without queries or without keys.
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> list[tuple[Tensor, Tensor, Tensor, AttentionSpec] | None]:
+        """q, k, v and spec of every sequence, views of those of the call; None for one without queries or keys.
 
         Raises:
             ValueError: q and k have other sizes, or attention is causal and a sequence has more queries than keys.
+                Or the call has a number of `remaining` tokens itself.
         """
-        self.check_fits(q.shape[0], q.shape[2], k.shape[2], causal=causal)
-        return [
-            (span.rows(q), span.columns(k), span.columns(v)) if span.queries and span.keys else None
-            for span in self.spans
-        ]
-
-    def specs(self, spec: AttentionSpec) -> list[AttentionSpec]:
-        """The spec of a call of all sequences, once for each of them.
-
-        Raises:
-            ValueError: the call has a number of `remaining` tokens itself.
-        """
+        self.check_fits(q.shape[0], q.shape[2], k.shape[2], causal=spec.causal)
         if spec.remaining:
             raise ValueError(
                 f"'remaining' must be 0 with 'sequences': {spec.remaining}; give a number for each prompt, "
                 "Sequences(..., remaining=[...])"
             )
-        return [spec.with_remaining(more) for more in self.remaining or [0] * len(self.spans)]
+        return [
+            (span.rows(q), span.columns(k), span.columns(v), spec.with_remaining(more))
+            if span.queries and span.keys
+            else None
+            for span, more in zip(self.spans, self.remaining or [0] * len(self.spans), strict=True)
+        ]
 
     def check_fits(self, batch: int, queries: int, keys: int, *, causal: bool) -> None:
         """Refuse sequences that do not lie in tensors of these sizes.
 
         Raises:
-            ValueError: as in `parts`.
+            ValueError: they do not, or attention is causal and a sequence has more queries than keys.
         """
         sizes, given = (self.batch, self.queries, self.keys), (batch, queries, keys)
         if sizes != given:

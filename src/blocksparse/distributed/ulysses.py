@@ -157,11 +157,10 @@ class Ulysses(Scheme):
             return _attend(attention, here.q, here.k, here.waited_v, here.v.shape[3], call)
         v = here.waited_v()
         out = here.q.new_zeros((*here.q.shape[:3], v.shape[3]))
-        parts = call.sequences.parts(here.q, here.k, v, causal=call.spec.causal)
-        specs = call.sequences.specs(call.spec)
-        for span, part, spec in zip(call.sequences.spans, parts, specs, strict=True):
+        parts = call.sequences.parts(here.q, here.k, v, call.spec)
+        for span, part in zip(call.sequences.spans, parts, strict=True):
             if part is not None:
-                q, k, its_v = part
+                q, k, its_v, spec = part
                 span.rows(out).copy_(
                     _attend(attention, q, k, partial(_here, its_v), v.shape[3], evolve(call, spec=spec)).out
                 )

@@ -181,9 +181,7 @@ class HeadGroups:
         with without_autocast(q):
             if sequences is None:
                 return self._trace(q, k, v, spec)
-            parts = sequences.parts(q, k, v, causal=spec.causal)
-            each = zip(parts, sequences.specs(spec), strict=True)
-            return [None if part is None else self._trace(*part, its) for part, its in each]
+            return [None if part is None else self._trace(*part) for part in sequences.parts(q, k, v, spec)]
 
     def _trace(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> HeadGroupsTrace:
         size = q.shape[1] // k.shape[1]

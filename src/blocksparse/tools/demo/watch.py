@@ -14,7 +14,7 @@ from torch import Tensor
 from blocksparse.layers.schedule import Schedule
 
 QKV = tuple[Tensor, Tensor, Tensor]  # [1, Hq, N, D], [1, Hkv, N, D], [1, Hkv, N, Dv]
-Attention = Callable[[Tensor, Tensor, Tensor], Any]
+OwnAttention = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 @final
@@ -55,7 +55,7 @@ def watch(
     *,
     keep_layer: int | None = None,
     on_call: Callable[[], None] | None = None,
-    on_qkv: Callable[[int, QKV, dict[str, Any], Attention], None] | None = None,
+    on_qkv: Callable[[int, QKV, dict[str, Any], OwnAttention], None] | None = None,
 ) -> Iterator[Sight]:
     """Watch the attention function that `network` uses now, whichever it is.
 

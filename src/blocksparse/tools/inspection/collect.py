@@ -20,7 +20,7 @@ from blocksparse.layers.schedule import Schedule, base_model, logits_of
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.tools.bench import executor_of
 from blocksparse.tools.demo.model import Model
-from blocksparse.tools.demo.watch import QKV, Attention, watch
+from blocksparse.tools.demo.watch import QKV, OwnAttention, watch
 
 _QUERIES = 4  # of each row of pixels
 
@@ -203,7 +203,7 @@ def collect(
     presets = [Preset(name, pipeline) for name, pipeline in pipelines.items()]
     findings, dense_seconds, skipped = dict[int, Maps](), 0.0, dict[int, str]()
 
-    def see(layer: int, qkv: QKV, options: dict[str, Any], _: Attention) -> None:
+    def see(layer: int, qkv: QKV, options: dict[str, Any], _: OwnAttention) -> None:
         nonlocal dense_seconds
         begin(f"looking at layer {layer}")
         if (reason := _not_plain(qkv, options)) is not None:

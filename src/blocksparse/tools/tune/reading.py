@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blocksparse.layers.schedule import text_config
 from blocksparse.presets.candidate import TuneError
-from blocksparse.tools.demo.watch import QKV, Attention, watch
+from blocksparse.tools.demo.watch import QKV, OwnAttention, watch
 from blocksparse.tools.tune.prompts import TunePrompt
 
 
@@ -123,7 +123,7 @@ class Call:
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, Dv]
     scale: float
-    own: Attention  # the model's own function, of q, k and v
+    own: OwnAttention  # the model's own function, of q, k and v
     plain: bool  # whether it has neither a softcap nor attention sinks
 
 
@@ -146,7 +146,7 @@ def decoder_layers(network: Any) -> list[nn.Module]:
 def on_attention(network: Any, see: Callable[[Call], None]) -> Iterator[None]:
     """Show `see` each call of the attention function that `network` uses now, before it is made."""
 
-    def on_qkv(layer: int, qkv: QKV, options: dict[str, Any], own: Attention) -> None:
+    def on_qkv(layer: int, qkv: QKV, options: dict[str, Any], own: OwnAttention) -> None:
         scale = options.get("scaling")
         plain = all(options.get(name) is None for name in ("softcap", "s_aux", "sinks"))
         see(Call(layer, *qkv, qkv[0].shape[-1] ** -0.5 if scale is None else scale, own, plain))
