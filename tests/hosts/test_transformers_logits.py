@@ -215,6 +215,15 @@ def test_sinks_of_a_served_model_are_read_again_if_they_change(change: Callable[
     assert read(same) is before[1]
 
 
+def test_tensors_of_inference_mode_are_read_in_each_call() -> None:
+    """No version tells of any write to one."""
+    with torch.inference_mode():
+        sinks = torch.tensor([0.5, -1.0])
+        before = read(sinks)
+        sinks.mul_(2)
+        assert (before.numbers, read(sinks).numbers) == ((0.5, -1.0), (1.0, -2.0))
+
+
 def test_what_cannot_be_read_is_left_to_the_model() -> None:
     model, (q, k, v) = make("gemma2"), (torch.randn(1, n, 50, 8) for n in (4, 2, 2))
     recorder = DensityRecorder()

@@ -59,9 +59,11 @@ def read(x: Tensor) -> HeadValues:
     """The numbers of a tensor `[Hq]` of a layer on a GPU, for which the host waits in the first call only.
 
     They are read again for another tensor or other memory, or if the tensor's version shows that an op wrote to
-    it. Tensors of `torch.inference_mode` have no version.
+    it. Tensors made in `torch.inference_mode` have no version, and are read in each call.
     """
-    now = x.data_ptr(), 0 if x.is_inference() else x._version
+    if x.is_inference():
+        return HeadValues(x.to("cpu", torch.float64))
+    now = x.data_ptr(), x._version
     known = _READ.get(id(x))
     if known is not None and known[0]() is x and known[1] == now:
         return known[2]
