@@ -38,6 +38,7 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.check.per_head import read, read_changed_again
+from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
@@ -231,10 +232,11 @@ def test_what_cannot_be_read_is_left_to_the_model() -> None:
         ({"softcap": torch.tensor(3.0)}, "softcap"),
         ({"s_aux": torch.zeros(2)}, "attention sinks"),
     )
+    mask = PromptMask((1, 1, 50, 50), 50, q.device)  # of a causal prompt
     with attached(model, recorder) as attachment:
         attend = attachment_of(attachment.key)
         for given, reason in cases:
-            attend(model.model.layers[0].self_attn, q, k, v, None, scaling=0.3, **given)
+            attend(model.model.layers[0].self_attn, q, k, v, mask, scaling=0.3, **given)
             assert recorder.dense_calls()[0][reason] == 1
 
 
