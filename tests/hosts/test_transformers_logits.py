@@ -38,8 +38,8 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.check.per_head import read, read_changed_again
-from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.observe import Audit
