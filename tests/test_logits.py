@@ -13,7 +13,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.execute.launched import one_node
+from blocksparse.execute.launched import execute_op
 from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.observe import Audit, AuditedAttention
 from blocksparse.testing import assert_within_budget, make_qkv
@@ -177,7 +177,7 @@ def test_a_node_of_a_graph_has_them(change: Change, device: str) -> None:
     q, k, v = make_qkv(N=60, D=16, device=device)
     executor = bs.TritonExecutor(PORTABLE)
     trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor).trace(q, k, v, **change)
-    output = one_node(executor._node, q, k, v, trace.mask, trace.spec)
+    output = execute_op(executor._opaque, q, k, v, trace.mask, trace.spec)
     assert torch.equal(output.out, trace.output.out)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.custom_op import OpaqueCall, _attend_each, attend, node
+from blocksparse.custom_op import OpaqueCall, _attend_each, attend, call_op
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import HeadGroupsTrace
 from blocksparse.spec import Asked
@@ -144,7 +144,7 @@ def test_what_ends_a_call_is_given_all_of_it_and_may_write(in_a_graph: bool, dev
     sequences = bs.Sequences(((0, 0, 20, 0, 20), (0, 20, 35, 20, 35)), batch=1, queries=60, keys=60)
     expected = attend(OpaqueCall(dense_attention), q, k, v, asked, sequences)
     if in_a_graph:
-        out = node(call, q, k, v, 0.25, asked, sequences)
+        out = call_op(call, q, k, v, 0.25, asked, sequences)
     else:
         out = attend(call, q, k, v, asked, sequences)
     [[attended, *inputs, spec, of]] = ended

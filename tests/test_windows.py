@@ -12,7 +12,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.execute.auto import dense_operations
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.execute.launched import one_node
+from blocksparse.execute.launched import execute_op
 from blocksparse.observe import Audit, AuditedAttention
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests import stages
@@ -308,7 +308,7 @@ def test_triton_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_node_of_a_graph_has_the_window(device: str) -> None:
     q, k, v = make_qkv(N=60, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
     trace = some_of_it(PORTABLE, bs.Identity()).trace(q, k, v, scale=SCALE, window=20)
-    output = one_node(PORTABLE._node, q, k, v, trace.mask, trace.spec)
+    output = execute_op(PORTABLE._opaque, q, k, v, trace.mask, trace.spec)
     assert torch.equal(output.out, trace.output.out)
 
 

@@ -59,7 +59,6 @@ from blocksparse.presets.text import (
     xattention,
 )
 from blocksparse.presets.video import dfs_attn, lva, nabla, radial, sol_attn, sparge, subblock, svg2
-from blocksparse.score.cells import AntidiagonalScorer, FlattenMaxPoolScorer, QueryRowsScorer
 from blocksparse.score.combined import ScorerByCausality, ScorerPair, ScoresPair, SimilarityGatedScorer
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.output_aware import OutputAwareScorer
@@ -73,6 +72,7 @@ from blocksparse.score.scorer import (
     ScorerTraits,
     ValueScorer,
 )
+from blocksparse.score.strided import AntidiagonalScorer, FlattenMaxPoolScorer, QueryRowsScorer
 from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorByCausality, SelectorPair, SharedByGroup

@@ -13,7 +13,7 @@ from blocksparse.batch.sequences import Sequences
 from blocksparse.check.per_head import HeadValues
 from blocksparse.inputs import check_inputs, check_out, checked
 from blocksparse.launch.torch_modes import is_transformed, refuse_transforms, without_autocast
-from blocksparse.launch.torch_private import OpaqueBase, graph_node, opaque_object
+from blocksparse.launch.torch_private import OpaqueBase, custom_op, opaque_object
 from blocksparse.spec import Asked, AttentionSpec, check_asked
 
 
@@ -131,10 +131,10 @@ def attend(
             refuse_transforms(name)
     causal, scale = asked.get("causal", True), asked.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
-    return node(call, q, k, v, scale, asked, sequences)
+    return call_op(call, q, k, v, scale, asked, sequences)
 
 
-def node(
+def call_op(
     call: OpaqueCall,
     q: Tensor,
     k: Tensor,
@@ -181,7 +181,7 @@ def spec_of(numbers: list[float], sinks: Tensor | None, heads: int, remaining: i
     return AttentionSpec.of(heads, scale, asked)
 
 
-@graph_node("blocksparse::attend")
+@custom_op("blocksparse::attend")
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -195,7 +195,7 @@ def _attend(
 
 
 # PyTorch knows no op with an argument that is such an object or None, so this is a separate op.
-@graph_node("blocksparse::attend_each")
+@custom_op("blocksparse::attend_each")
 def _attend_each(
     q: Tensor,
     k: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.kernels.score import cell_means as group_max
 from blocksparse.presets.text import bfla
-from blocksparse.score.cells import FlattenMaxPoolScorer
+from blocksparse.score.strided import FlattenMaxPoolScorer
 from blocksparse.select import positions as random
 from blocksparse.select.positions import Random, Stride, counter_hash
 from blocksparse.testing import make_qkv

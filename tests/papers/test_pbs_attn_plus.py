@@ -11,7 +11,7 @@ import blocksparse as bs
 from blocksparse.order import content_orders as segment_query_sort
 from blocksparse.order.content_orders import SegmentQuerySort
 from blocksparse.presets.text import pbs_attn_plus
-from blocksparse.score.cells import AntidiagonalScorer
+from blocksparse.score.strided import AntidiagonalScorer
 from blocksparse.testing import make_qkv, masked_attention
 
 STRUCTURED = ("pbs_02_n2048_d128", "xattn_01_n2048_d64_s8")

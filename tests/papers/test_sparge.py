@@ -16,8 +16,8 @@ from blocksparse.kernels.score.block_mean import block_similarity
 from blocksparse.order.grid_orders import HilbertOrder
 from blocksparse.presets.video import sparge
 from blocksparse.score import combined as similarity_gated
-from blocksparse.score.cells import AntidiagonalScorer, FlattenMaxPoolScorer
 from blocksparse.score.combined import SimilarityGatedScorer
+from blocksparse.score.strided import AntidiagonalScorer, FlattenMaxPoolScorer
 from blocksparse.testing import make_qkv
 
 MAPS = cases("sparge")

@@ -16,7 +16,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.kernels.score import cell_mass
 from blocksparse.presets.text import xattention
-from blocksparse.score.cells import AntidiagonalScorer
+from blocksparse.score.strided import AntidiagonalScorer
 from blocksparse.testing import make_qkv
 
 XATTENTION = cases("xattn")

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from blocksparse.check.class_line import of_parts
 from blocksparse.check.validators import a, flag
-from blocksparse.custom_op import OpaqueCall, node
+from blocksparse.custom_op import OpaqueCall, call_op
 from blocksparse.distributed.heads import refuse_apart, shares
 from blocksparse.distributed.pieces import Piece, cut, head_tail, in_order, taken
 from blocksparse.distributed.ranks import Ranks, ShardedCall, checked
@@ -69,7 +69,7 @@ class Scheme(ABC):
         """
         if is_transformed():
             q, k, v, scale = check_inputs(q, k, v, causal=False, scale=asked.get("scale"))
-            return node(self._call, q, k, v, scale, asked)
+            return call_op(self._call, q, k, v, scale, asked)
         q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
         return self._call(q, k, v, spec)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from blocksparse.check.per_head import PerHead, at_least_0, by_head, per_head, written, wrong_heads
 from blocksparse.check.validators import flag, one_of, size, whole
 from blocksparse.execute.executor import AttentionOutput, Executor
-from blocksparse.execute.launched import OneNode, first_launched, never_launched, one_node
+from blocksparse.execute.launched import OpaqueExecutor, execute_op, first_launched, never_launched
 from blocksparse.execute.triton import without_tensor_cores
 from blocksparse.grid import Grid
 from blocksparse.kernels.attention.gather_attention import gather_attention, kernels_for
@@ -57,8 +57,8 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     reduction: str = field(default="all", validator=one_of("all", "mean"), kw_only=True)
     patience: int = field(default=1, converter=whole, validator=size, kw_only=True)
     commit: bool = field(default=True, validator=flag, kw_only=True)
-    _node: OneNode = field(
-        init=False, repr=False, eq=False, default=Factory(lambda self: OneNode(self), takes_self=True)
+    _opaque: OpaqueExecutor = field(
+        init=False, repr=False, eq=False, default=Factory(lambda self: OpaqueExecutor(self), takes_self=True)
     )
 
     def unsupported(
@@ -84,7 +84,7 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
         out: Tensor | None = None,
     ) -> AttentionOutput:
         if is_transformed():
-            return one_node(self._node, q, k, v, mask, spec, mask.rank).written_to(out)
+            return execute_op(self._opaque, q, k, v, mask, spec, mask.rank).written_to(out)
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid, keep = mask.grid, mask.per_query_head()
         rank = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from blocksparse.check.per_head import PerHead, by_head, maybe_per_head, negative, wrong_heads
 from blocksparse.check.validators import a, flag, one_of, optional
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
-from blocksparse.execute.launched import BlockPlan, OneNode, first_launched, never_launched, one_node
+from blocksparse.execute.launched import BlockPlan, OpaqueExecutor, execute_op, first_launched, never_launched
 from blocksparse.execute.triton import portable_reasons
 from blocksparse.grid import Grid
 from blocksparse.kernels.attention.sparse_attention import int8_attention, sparse_attention
@@ -149,8 +149,8 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         default=None, kw_only=True, converter=maybe_per_head, validator=optional(negative)
     )
     tiles: Tiles | None = field(default=None, kw_only=True, validator=optional(a(HopperTiles, TritonTiles)))
-    _node: OneNode = field(
-        init=False, repr=False, eq=False, default=Factory(lambda self: OneNode(self), takes_self=True)
+    _opaque: OpaqueExecutor = field(
+        init=False, repr=False, eq=False, default=Factory(lambda self: OpaqueExecutor(self), takes_self=True)
     )
 
     def __attrs_post_init__(self) -> None:
@@ -181,7 +181,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         out: Tensor | None = None,
     ) -> AttentionOutput:
         if is_transformed():
-            return one_node(self._node, q, k, v, mask, spec).written_to(out)
+            return execute_op(self._opaque, q, k, v, mask, spec).written_to(out)
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid, scale, plan = mask.grid, spec.scale, BlockPlan.of(mask)
         permutation = one_order(mask)

@@ -1,7 +1,7 @@
-"""Launches of executors' kernels: over lists of blocks, with a fallback, and as one node under torch.compile.
+"""Launches of executors' kernels: over lists of blocks, with a fallback, and as a custom op under torch.compile.
 
-A node takes tensors and numbers, so the permutation and the mask are taken apart for it, and put together again
-when it runs. The grid of a mask follows from the permutation and the sizes of its blocks.
+A custom op takes tensors and numbers, so the permutation and the mask are taken apart for it, and put together
+again when it runs. The grid of a mask follows from the permutation and the sizes of its blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blocksparse.inputs import refuse_gradients
 from blocksparse.kernels.masks.arguments import Lists
 from blocksparse.kernels.masks.blocks import block_lists
 from blocksparse.launch.failures import LaunchError, any_failed, note, noted
-from blocksparse.launch.torch_private import OpaqueBase, graph_node, opaque_object
+from blocksparse.launch.torch_private import OpaqueBase, custom_op, opaque_object
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.spec import AttentionSpec
@@ -103,18 +103,18 @@ def never_launched(kernels: Iterable[_Kernel], of: Hashable) -> list[str]:
 
 
 @final
-class OneNode(OpaqueBase):
+class OpaqueExecutor(OpaqueBase):
     """An executor that torch.compile does not trace. To the graph it is an input, compared by identity."""
 
     def __init__(self, executor: Executor[Any, Any]) -> None:
         self.executor = executor
 
 
-opaque_object(OneNode)
+opaque_object(OpaqueExecutor)
 
 
-def one_node(
-    node: OneNode,
+def execute_op(
+    opaque: OpaqueExecutor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,7 +122,7 @@ def one_node(
     spec: AttentionSpec,
     rank: Tensor | None = None,
 ) -> AttentionOutput:
-    """Put a node into the graph that is being traced. It makes the same call of the executor when the graph runs.
+    """Put a custom op into the graph that is traced. It makes the same call of the executor when the graph runs.
 
     `rank` is that of a `RankedBlockMask` if the executor takes one; it then reports which blocks it visited.
     """
@@ -130,14 +130,14 @@ def one_node(
     refuse_gradients(q, k, v)
     order = grid.permutation
     out, lse, visited = _execute(
-        q, k, v, mask.keep, rank, order.k_index, order.q_index, node, order.group, [grid.q_block, grid.k_block],
+        q, k, v, mask.keep, rank, order.k_index, order.q_index, opaque, order.group, [grid.q_block, grid.k_block],
         *as_numbers(spec.scale, spec.arguments()),
     )  # fmt: skip
     visit = None if rank is None else lambda: BlockMask(visited, grid)
     return AttentionOutput(out, lse, visit)
 
 
-@graph_node("blocksparse::execute")
+@custom_op("blocksparse::execute")
 def _execute(
     q: Tensor,
     k: Tensor,
@@ -146,7 +146,7 @@ def _execute(
     rank: Tensor | None,
     k_index: Tensor | None,
     q_index: Tensor | None,
-    node: OneNode,
+    opaque: OpaqueExecutor,
     group: int | None,
     blocks: list[int],  # slots of a block of queries, and of keys
     numbers: list[float],
@@ -159,8 +159,8 @@ def _execute(
     spec = spec_of(numbers, sinks, q.shape[1])
     grid = Grid.of(q, k, permutation, spec, q_block=q_block, k_block=k_block)
     mask = BlockMask(keep, grid) if rank is None else RankedBlockMask(keep, grid, rank)
-    given = node.executor(q, k, v, mask, spec)
-    assert given.lse is not None  # the executors that have a node all give it
+    given = opaque.executor(q, k, v, mask, spec)
+    assert given.lse is not None  # the executors that are custom ops all give it
     visited = keep.new_empty(0) if given.visited is None else given.visited.keep.contiguous()
     return laid_out_as(q, given.out), given.lse.contiguous(), visited
 

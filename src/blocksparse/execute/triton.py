@@ -13,7 +13,7 @@ from torch import Tensor
 from blocksparse.check.per_head import PerHead, by_head, maybe_per_head, negative, wrong_heads
 from blocksparse.check.validators import a, optional
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
-from blocksparse.execute.launched import BlockPlan, OneNode, first_launched, never_launched, one_node
+from blocksparse.execute.launched import BlockPlan, OpaqueExecutor, execute_op, first_launched, never_launched
 from blocksparse.kernels.attention.sparse_attention import EXACT, sparse_attention
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.sizes import copies_in_bulk
@@ -55,8 +55,8 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     pv_skip: PerHead | None = field(
         default=None, kw_only=True, converter=maybe_per_head, validator=optional(negative)
     )
-    _node: OneNode = field(
-        init=False, repr=False, eq=False, default=Factory(lambda self: OneNode(self), takes_self=True)
+    _opaque: OpaqueExecutor = field(
+        init=False, repr=False, eq=False, default=Factory(lambda self: OpaqueExecutor(self), takes_self=True)
     )
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
@@ -86,7 +86,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         out: Tensor | None = None,
     ) -> AttentionOutput:
         if is_transformed():
-            return one_node(self._node, q, k, v, mask, spec).written_to(out)
+            return execute_op(self._opaque, q, k, v, mask, spec).written_to(out)
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid = mask.grid
         permutation = one_order(mask)

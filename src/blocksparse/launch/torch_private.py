@@ -64,7 +64,7 @@ def opaque_object(kind: type) -> None:
     _REGISTER(kind)
 
 
-def graph_node(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+def custom_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """As `torch.library.custom_op(name, mutates_args=())`, for an op that takes opaque objects."""
     return torch.library.custom_op(name, mutates_args=())
 

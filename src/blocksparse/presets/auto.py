@@ -12,9 +12,9 @@ from blocksparse.execute.auto import AutoExecutor, ExecutorChoice
 from blocksparse.order.permutation import GlobalPermutation, Permuter
 from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
 from blocksparse.presets.video import sparge
-from blocksparse.score.cells import AntidiagonalScorer
 from blocksparse.score.combined import ScorerByCausality
 from blocksparse.score.scorer import BlockMass
+from blocksparse.score.strided import AntidiagonalScorer
 from blocksparse.select.combined import SelectorByCausality
 from blocksparse.select.mass import RowShare
 from blocksparse.select.positions import Band, LastQueries

@@ -24,10 +24,10 @@ from blocksparse.order.grid_orders import TileOrder
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
-from blocksparse.score.cells import AntidiagonalScorer
 from blocksparse.score.combined import SimilarityGatedScorer
 from blocksparse.score.pooled import MeanLogitScorer, MeanPoolScorer, Variance
 from blocksparse.score.scorer import BlockLogits, BlockMass, BlockScores, NoScorer
+from blocksparse.score.strided import AntidiagonalScorer
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.grid_rules import Frames, Radial, TileWindow
 from blocksparse.select.mass import TopCdf

@@ -1,4 +1,4 @@
-"""Scores from products of cells, a few tokens each, that are smaller than the blocks.
+"""Scores by strided pooling: products of tiles of a few tokens (cells) that are smaller than the blocks.
 
 AntidiagonalScorer     Antidiagonals of small cells, a softmax over cells, sums per block (XAttention, arXiv
                        2503.16428).
