@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,20 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from blocksparse import a_shape
+from blocksparse import Pipeline, a_shape
 from blocksparse.hosts.transformers import attach
 from conftest import HERE, Run
 from mixes import EAGER, EVERYTHING, SOME, alone, mix
 from tiny_model import VOCABULARY, gemma, gpt_oss
+
+PAGE = HERE.parent / "docs" / "start" / "write-your-own-stage.md"
+SERVED = """
+from blocksparse import AutoExecutor, TopK
+
+
+def mine(k):
+    return Pipeline(LongKeysFirst(64), BestKeyScorer(32), TopK(k) | EveryOther(4), AutoExecutor())
+"""
 
 
 def rows(result: dict[str, Any]) -> list[tuple[int, float | None, str]]:
@@ -107,16 +117,41 @@ def test_true_sparsity(run: Run, mixes: list[Any], stock: dict[str, Any]) -> Non
         assert 0.2 < float(covered) < 1
 
 
-def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
-    """One pipeline in the same model, and a prompt that vLLM cuts into chunks of 512, 128 and 50 tokens."""
-    served = [alone(700, chunk=chunk) for chunk in (512, 128, 50)]
-    ours = run(served, SOME | EAGER | {"min_tokens": 1, "min_queries": 2}, enable_prefix_caching=False)
+@pytest.fixture
+def own_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The stages of "Write your own stage" as they stand on that page, in a module outside of this library."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    stages = [block for block in blocks if "@frozen" in block]  # a permuter, a scorer, a selector, an executor
+    (tmp_path / "own_stages.py").write_text("\n".join([*stages, SERVED]))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    return EAGER | {"preset": "own_stages:mine", "settings": {"k": 3}}
+
+
+def same_tokens(run: Run, model: Path, pipeline: Pipeline[Any, Any, Any], some: object, *chunks: int) -> None:
+    """One pipeline in transformers and in vLLM, which cuts the prompt of 700 tokens into chunks."""
+    served = [alone(700, chunk=chunk) for chunk in chunks]
+    ours = run(served, some, enable_prefix_caching=False)
     reference = LlamaForCausalLM.from_pretrained(model).eval()
     prompt = torch.tensor([served[0]["requests"][0]["prompt"]])
     ones = torch.ones_like(prompt)
-    with torch.no_grad(), attach(reference, a_shape(**SOME["settings"]), min_tokens=1, min_queries=2):
+    with torch.no_grad(), attach(reference, pipeline, min_tokens=1, min_queries=2):
         text = reference.generate(prompt, attention_mask=ones, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    assert [mix[0] for mix in ours["tokens"]] == [text[0, 700:].tolist()] * 3
+    assert [mix[0] for mix in ours["tokens"]] == [text[0, 700:].tolist()] * len(chunks)
+
+
+def test_the_same_tokens_as_in_transformers(run: Run, model: Path) -> None:
+    same_tokens(
+        run, model, a_shape(**SOME["settings"]), SOME | EAGER | {"min_tokens": 1, "min_queries": 2}, 512, 128, 50
+    )
+
+
+def test_own_stages_have_the_same_tokens_as_in_transformers(
+    run: Run, model: Path, own_stages: dict[str, Any]
+) -> None:
+    """In chunks of whole segments of the permuter, and whole blocks."""
+    pipeline = import_module("own_stages").mine(3)
+    same_tokens(run, model, pipeline, own_stages | {"min_tokens": 1, "min_queries": 2}, 512, 128)
 
 
 LAST = EAGER | {"preset": "pipelines:with_last_queries", "settings": {"tokens": 96}}
@@ -225,14 +260,9 @@ def test_drafts_are_verified_densely(run: Run) -> None:
     assert {sparse for sparse, _, _ in rows(ours)} == {1}
 
 
-def test_a_spawned_engine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spawned_engine(model: Path, own_stages: dict[str, Any]) -> None:
     """A process that begins with nothing gets the name of the backend and its configuration, an own pipeline."""
-    (tmp_path / "own_stages.py").write_text(
-        "import blocksparse as bs\n\n\ndef some(k):\n    return bs.Pipeline("
-        "bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(k), bs.AutoExecutor())\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    done = start(model, {"blocksparse": {"preset": "own_stages:some", "settings": {"k": 3}} | EAGER})
+    done = start(model, {"blocksparse": own_stages})
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ +1 +1 +0\.\d+ .*1 x decode$", done.stdout, re.MULTILINE), done.stdout
 
