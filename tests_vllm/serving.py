@@ -20,6 +20,7 @@ os.environ.update(
 
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -62,7 +63,7 @@ class Watched:
 
         def saw(frame: Any, event: str, _: object) -> None:
             if event == "call" and f"{os.sep}blocksparse{os.sep}" in frame.f_code.co_filename:
-                found[frame.f_code.co_name] = found.get(frame.f_code.co_name, 0) + 1
+                found[frame.f_code.co_qualname] = found.get(frame.f_code.co_qualname, 0) + 1
 
         before = sys.getprofile()
         sys.setprofile(saw)
@@ -87,7 +88,10 @@ def serve(
             params = SamplingParams(
                 temperature=0, max_tokens=one[1]["tokens"], ignore_eos=True, extra_args=one[1].get("extra_args")
             )
-            engine.add_request(f"{number}-{one[0]}", {"prompt_token_ids": one[1]["prompt"]}, params)
+            adapter = LoRARequest("adapter", 1, one[1]["adapter"]) if "adapter" in one[1] else None
+            engine.add_request(
+                f"{number}-{one[0]}", {"prompt_token_ids": one[1]["prompt"]}, params, lora_request=adapter
+            )
         with watched.calls() as found:
             outputs = engine.step()
         calls.append(found)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -53,4 +55,21 @@ def gpt_oss(folder: Path) -> Path:
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
     model.save_pretrained(folder)
+    return folder
+
+
+def adapter(folder: Path) -> Path:
+    """Save a LoRA adapter of rank 8 for the attention of `llama`, as PEFT does."""
+    torch.manual_seed(1)
+    hidden, of_heads = SIZES["hidden_size"], {"q": 4, "k": 2, "v": 2}
+    weights = {}
+    for layer in range(SIZES["num_hidden_layers"]):
+        for name, heads in of_heads.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj"
+            weights[f"{at}.lora_A.weight"] = 0.2 * torch.randn(8, hidden)
+            weights[f"{at}.lora_B.weight"] = 0.2 * torch.randn(heads * SIZES["head_dim"], 8)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": [f"{x}_proj" for x in of_heads]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

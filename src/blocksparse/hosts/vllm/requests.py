@@ -82,7 +82,8 @@ def watch(worker: Any) -> None:
 
     @wraps(before)
     def execute_model(self: Any, scheduler_output: Any, *more: Any, **named: Any) -> Any:
-        requests = vars(self).setdefault(_OURS, Requests(self))
+        if (requests := vars(self).get(_OURS)) is None:
+            requests = vars(self)[_OURS] = Requests(self)
         requests.saw(scheduler_output)
         token = Requests.running.set(requests)
         try:
