@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from blocksparse import Pipeline, a_shape
-from blocksparse.hosts.serving.layer import LayerAttention, record_dense
+from blocksparse.hosts.serving.layer import PagedAttention, record_dense
 from blocksparse.hosts.transformers import attach
 from blocksparse.hosts.vllm.batch import part_of
 from conftest import HERE, Run
@@ -82,7 +82,7 @@ def test_without_a_configuration_the_stock_backend_runs(run: Run, mixes: list[An
 
 
 ONCE = ("watch.<locals>.execute_model", "Requests.saw", "SplitBatches.build")
-OF_SPARSE = (LayerAttention.__call__, record_dense, part_of)
+OF_SPARSE = (PagedAttention.__call__, record_dense, part_of)
 
 
 def test_a_step_without_sparse_requests_is_the_stock_backends(
@@ -247,8 +247,8 @@ def test_short_requests_and_layers_without_a_pipeline(run: Run) -> None:
     requests = [alone(40), alone(600), alone(300, chunk=100)]
     ours = run(requests, SOME | {"dense": [0], "min_tokens": 200, "min_queries": 64, "record": True})
     assert (
-        "blocksparse: dense (no pipeline for this layer) in layers 0; sparse in layers 1 (a chunk of "
-        in ours["log"]
+        "blocksparse: dense (no pipeline for this layer) in layers 0; "
+        "sparse in layers 1 (prompts of 200 tokens and more go sparse, by Pipeline(" in ours["log"]
     )
     decode = "21 x decode"
     assert rows(ours) == [

@@ -33,7 +33,8 @@ def sizes(queries: int, least: int, most: int) -> Iterator[tuple[int, int]]:
     while keys > least:
         aligned = max(keys // _ALIGNED * _ALIGNED, least)
         for N in dict.fromkeys((keys, aligned, max(aligned - 999, least), max(aligned - 1008, least))):
-            parts = queries, queries - 999, queries // 2 - 99, *(queries // n + 1 for n in (4, 8, 16, 32)), 65
+            whole = min(queries, N)
+            parts = whole, whole - 999, whole // 2 - 99, *(whole // n + 1 for n in (4, 8, 16, 32)), 65
             yield from ((M, N) for M in dict.fromkeys(parts) if 1 < M <= N)
         keys = int(keys * 2**-0.5)
     yield min(queries, least), least
@@ -42,14 +43,20 @@ def sizes(queries: int, least: int, most: int) -> Iterator[tuple[int, int]]:
 def pays_from(
     pipeline: LayerPipeline, worth: Worth, settings: Settings, *, queries: int, tokens: int
 ) -> int | None:
-    """The fewest keys with which a chunk of so many queries goes sparse, at most `tokens`; None if none does."""
+    """The fewest tokens with which a request goes sparse in a step, at most `tokens`; None if none does.
+
+    Its queries are all of its tokens, or the last `queries` of them.
+    """
 
     def sparse(keys: int) -> bool:
-        return keys >= settings.min_tokens and worth.dense_because(pipeline, queries, keys) is None
+        chunk = min(queries, keys)
+        if keys < settings.min_tokens or chunk < settings.min_queries:
+            return False
+        return worth.dense_because(pipeline, chunk, keys) is None
 
-    if queries < settings.min_queries or queries > tokens or not sparse(tokens):
+    if not sparse(tokens):
         return None
-    below, from_here = queries - 1, tokens
+    below, from_here = 0, tokens
     while from_here - below > 1:
         middle = (below + from_here) // 2
         below, from_here = (below, middle) if sparse(middle) else (middle, from_here)
@@ -83,12 +90,13 @@ def warm(
     _, heads, _, D = worth.k.shape
     page = worth.k.new_zeros((1, page_size, heads, 2 * D)).transpose(1, 2)
     keys, values = page.split(D, dim=3)  # [1, Hkv, page_size, D], as a cache with one page
-    least = pays_from(attention.pipeline, worth, settings, queries=min(len(query), tokens), tokens=tokens)
+    queries = min(len(query), tokens)
+    least = pays_from(attention.pipeline, worth, settings, queries=queries, tokens=tokens)
     if least is None:
         return 0.0
-    found = list(sizes(min(len(query), tokens), least, tokens))
     room = attention.workspace.room(keys, values)
-    for M, N in found if query.is_cuda else [(min(M, 256), N) for M, N in found[-1:]]:
+    short = min(queries, 256), max(queries, least)
+    for M, N in sizes(queries, least, tokens) if query.is_cuda else [short]:
         pages = torch.zeros((1, -(-N // page_size)), dtype=torch.int32, device=query.device)
         table = PageTable(pages, [N], page_size=page_size)
         q, rows = (x[:M].transpose(0, 1)[None] for x in (query, out))

@@ -119,11 +119,13 @@ class Engine:
             )
 
     def threshold(self, pipeline: LayerPipeline, worth: Worth) -> str:
-        """From how many tokens on a full chunk goes sparse, for the log."""
+        """From how many tokens on a request goes sparse, for the log."""
         queries = min(self.queries, self.tokens)
         least = pays_from(pipeline, worth, self.settings, queries=queries, tokens=self.tokens)
         if least is None:
             return f"no chunk of up to {queries} tokens, of requests of up to {self.tokens}, goes sparse"
+        if least <= queries:
+            return f"prompts of {least} tokens and more go sparse"
         return f"a chunk of {queries} tokens goes sparse from {least} tokens of its request on"
 
 
