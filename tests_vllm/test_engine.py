@@ -213,13 +213,11 @@ def test_a_request_turns_sparsity_off(run: Run) -> None:
     assert "extra_args of a request must be false or true, and is ignored: 'off'" in ours["log"]
 
 
-@pytest.mark.parametrize("workers", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_two_workers(run: Run, mixes: list[Any], stock: dict[str, Any], workers: str) -> None:
-    """Each has half of the heads, or half of the layers."""
-    ours = run(mixes[:5], EVERYTHING | EAGER, **{workers: 2})
+def test_two_workers(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
+    """Each has half of the heads."""
+    ours = run(mixes[:5], EVERYTHING | EAGER, tensor_parallel_size=2)
     assert ours["tokens"] == stock["tokens"][:5]
-    table = rows(ours)  # of the first worker
-    assert [density for _, density, _ in table] == ([1.0, 1.0] if workers.startswith("tensor") else [1.0])
+    assert [density for _, density, _ in rows(ours)] == [1.0, 1.0]  # of the first
     assert " x sparse (" in ours["counters"]
 
 
@@ -232,9 +230,8 @@ def test_adapters(run: Run, tmp_path: Path) -> None:
     ours = run([with_adapter], EVERYTHING | EAGER, **options)
     assert ours["tokens"] == stock["tokens"]
     assert [(sparse, density) for sparse, density, _ in rows(ours)] == [(2, 1.0)] * 2
-    without = run([{"chunk": 512, "requests": [one, other]}], plugins="")
+    without = run([{"chunk": 512, "requests": [one]}], plugins="")
     assert ours["tokens"][0][0] != without["tokens"][0][0]
-    assert ours["tokens"][0][1] == without["tokens"][0][1]
 
 
 def test_with_torch_compile(run: Run, mixes: list[Any], stock: dict[str, Any]) -> None:
