@@ -10,7 +10,7 @@ from blocksparse.kernels.common.tiles import HopperTiles
 from blocksparse.kernels.gemm import cells_triton as cell_products_triton
 from blocksparse.kernels.gemm import pooled_sums_triton
 from blocksparse.kernels.order import segments_triton as key_importance_triton
-from blocksparse.kernels.score import probe_lines_triton, probe_sums_triton
+from blocksparse.kernels.score import last_queries_triton
 
 
 def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list[int]) -> int | None:
@@ -34,12 +34,9 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
         return gather_attention_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
     if module in ("segments_triton", "coarse_steps_triton") and "BLOCK_M" in has:
         return key_importance_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
-    if module == "probe_lines_triton" and "ROWS" in has:
+    if module == "last_queries_triton" and "KEYS" in has:
         options = {"BLOCK_M": has["ROWS"], "BLOCK_N": has["KEYS"], "num_stages": has["num_stages"]}
-        return probe_lines_triton.shared_memory(hardware, options, has["D"], itemsize)
-    if module == "probe_sums_triton" and "KEYS" in has:
-        options = {"BLOCK_M": has["ROWS"], "BLOCK_N": has["KEYS"], "num_stages": has["num_stages"]}
-        return probe_sums_triton.shared_memory(hardware, options, has["D"], itemsize)
+        return last_queries_triton.shared_memory(hardware, options, has["D"], itemsize, sums="PARTS" in has)
     if module == "pooled_sums_triton":
         pooled = pooled_sums_triton.PooledTiles(
             *(has[x] for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))

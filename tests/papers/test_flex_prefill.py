@@ -12,7 +12,7 @@ from tests.papers.golden_cases import assert_same_output, cases, differing, load
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.score import probe_lines
+from blocksparse.kernels.score import last_queries
 from blocksparse.kernels.score.block_softmax import block_divergence
 from blocksparse.presets.text import flex_prefill
 from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
@@ -96,7 +96,7 @@ def test_lines_against_a_loop(
     """Batch, GQA, chunks, tails, both directions, and the probe taken in pieces."""
     if causal and M > N:
         pytest.skip("no such call")
-    monkeypatch.setattr(probe_lines, "_WORKSPACE", workspace)
+    monkeypatch.setattr(last_queries, "_WORKSPACE", workspace)
     q = make_qkv(B=2, Hq=4, Hkv=2, N=M, D=8)[0]
     k = make_qkv(B=2, Hq=4, Hkv=2, N=N, D=8, seed=1)[1]
     scores = VerticalSlashScorer(B16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.3, causal=causal))

@@ -18,8 +18,8 @@ from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.gemm.products import block_products, products, run_sums, wide_dtype
 from blocksparse.kernels.score.block_mean import block_mean, block_means
 from blocksparse.kernels.score.block_softmax import block_divergence, block_softmax
-from blocksparse.kernels.score.probe_lines import probe_lines, probe_sums
-from blocksparse.kernels.select.vertical_slash import Lines, crossed, running_count
+from blocksparse.kernels.score.last_queries import last_query_sums, last_query_weights
+from blocksparse.kernels.select.vertical_slash import ChosenRuns, crossed, running_count
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits
@@ -80,7 +80,7 @@ class VerticalSlashScores(BlockMass):
         Args:
             distances: `[B, Hq, L]` bool, the chosen distances.
         """
-        return crossed(Lines(running_count(distances), 1), self.grid)
+        return crossed(ChosenRuns(running_count(distances), 1), self.grid)
 
 
 @final
@@ -197,14 +197,14 @@ class _Probe:
     @cached_property
     def lines(self) -> tuple[Tensor, Tensor]:
         grid = self.grid
-        return probe_lines(self.probe, self.k, self.q_len, grid.causal, self.scale, grid.window)
+        return last_query_weights(self.probe, self.k, self.q_len, grid.causal, self.scale, grid.window)
 
     def sums(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Mass of columns and bands without lines, if a kernel computes it."""
         grid = self.grid
         if not grid.causal or grid.window is not None or grid.permutation.k_index is not None:
             return None, None
-        return probe_sums(self.probe, self.k, self.scale, grid.k_block) or (None, None)
+        return last_query_sums(self.probe, self.k, self.scale, grid.k_block) or (None, None)
 
     def divergence(self, columns: Tensor | None) -> Tensor:
         """Divergence between mean-query weights on mean keys and the weights of key blocks."""

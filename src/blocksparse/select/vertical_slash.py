@@ -33,12 +33,12 @@ from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.select.top_cdf import running_share
 from blocksparse.kernels.select.top_k import routed
 from blocksparse.kernels.select.vertical_slash import (
-    Lines,
+    ChosenRuns,
     fewest,
     heaviest,
     heaviest_of_both,
-    line_blocks,
     running_count,
+    vertical_slash_blocks,
 )
 from blocksparse.score.vertical_slash import VerticalSlashScores
 from blocksparse.select.block_mask import BlockMask
@@ -86,11 +86,11 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
                 firsts=(self.sink, self.recent),
                 spared=self._spared(scores),
             )
-            columns = Lines(counts, grid.k_block)
+            columns = ChosenRuns(counts, grid.k_block)
         else:
-            columns = Lines(running_count(scores.columns_holding(self.keys(scores)).squeeze(2)), 1)
+            columns = ChosenRuns(running_count(scores.columns_holding(self.keys(scores)).squeeze(2)), 1)
             distances = running_count(self.distances(scores))
-        keep = line_blocks(columns, Lines(distances, 1), grid)
+        keep = vertical_slash_blocks(columns, ChosenRuns(distances, 1), grid)
         if self.released:
             keep = within_reach(keep | _tiles(scores, self.distances(scores)), grid)
         return BlockMask(keep, grid)
@@ -210,8 +210,8 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
     ) -> Tensor:
         block = scores.grid.k_block
         columns, bands = fewest(scores.mass_of_columns(), scores.mass_of_bands(), mass, *self._blocks(block))
-        lines = Lines(columns, 1), Lines(bands, block)
-        return line_blocks(*lines, scores.grid, whole=mass, first=1, also=also, heads=heads)
+        lines = ChosenRuns(columns, 1), ChosenRuns(bands, block)
+        return vertical_slash_blocks(*lines, scores.grid, whole=mass, first=1, also=also, heads=heads)
 
     def _as_released(self, scores: VerticalSlashScores, mass: Tensor) -> Tensor:
         grid, block = scores.grid, scores.grid.k_block

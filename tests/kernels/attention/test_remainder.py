@@ -1,4 +1,4 @@
-"""The kernels of the remainder against the plain torch twin in float64: interpreted on a CPU, compiled on a GPU."""
+"""The kernels of the remainder against the reference in float64: interpreted on a CPU, compiled on a GPU."""
 
 from __future__ import annotations
 

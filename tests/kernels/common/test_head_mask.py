@@ -9,14 +9,14 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.score.block_softmax import block_softmax
-from blocksparse.kernels.select.vertical_slash import Lines, running_count
+from blocksparse.kernels.select.vertical_slash import ChosenRuns, running_count
 from tests.kernels.block_grids import heads_of, make_grid
 
 pytest.importorskip("triton")
 from blocksparse.kernels.gemm.products_triton import block_products_triton
 from blocksparse.kernels.score.block_mean_triton import block_mean_triton
 from blocksparse.kernels.score.block_softmax_triton import block_softmax_triton
-from blocksparse.kernels.select.vertical_slash_triton import line_blocks_triton
+from blocksparse.kernels.select.vertical_slash_triton import vertical_slash_blocks_triton
 
 
 def some(grid: bs.Grid, device: str, *, others: bool, per_head: bool = True) -> HeadMask:
@@ -54,11 +54,12 @@ def test_what_is_asked_for_is_the_same(others: bool, per_head: bool, device: str
         running_count((torch.rand(B, Hq, n, generator=generator) < 0.2).to(device))
         for n in (cols, max(grid.q_len, grid.k_len))
     ]
-    lines = Lines(counts[0], 1), Lines(counts[1], 1)
+    lines = ChosenRuns(counts[0], 1), ChosenRuns(counts[1], 1)
     also = (torch.rand(B, Hq, rows, cols, generator=generator) < 0.2).to(device)
     for first, kept in ((None, None), (1, also)):
         want, got = (
-            line_blocks_triton(*lines, grid, first=first, also=kept, heads=asked) for asked in (None, heads)
+            vertical_slash_blocks_triton(*lines, grid, first=first, also=kept, heads=asked)
+            for asked in (None, heads)
         )
         calls.append((want, got))
     for want, got in calls:

@@ -1,4 +1,4 @@
-"""Channels of a band and its temperature: the Triton kernel against the plain torch twin in float64."""
+"""Channels of a band and its temperature: the Triton kernel against the reference in float64."""
 
 from __future__ import annotations
 

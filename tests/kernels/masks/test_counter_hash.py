@@ -1,4 +1,4 @@
-"""Hashes of counters: the Triton kernel against the plain torch twin, bit for bit."""
+"""Hashes of counters: the Triton kernel against the reference, bit for bit."""
 
 from __future__ import annotations
 

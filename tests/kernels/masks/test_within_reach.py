@@ -1,4 +1,4 @@
-"""A choice spread over finer blocks within reach: the Triton kernel against the plain torch twin, bit for bit."""
+"""A choice spread over finer blocks within reach: the Triton kernel against the reference, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divergence of weights of blocks: the Triton kernel against the plain torch twin in float64."""
+"""Divergence of weights of blocks: the Triton kernel against the reference in float64."""
 
 from __future__ import annotations
 

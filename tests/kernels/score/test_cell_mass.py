@@ -1,4 +1,4 @@
-"""Mass of blocks of cells: the Triton kernels against the plain torch twin in float64."""
+"""Mass of blocks of cells: the Triton kernels against the reference in float64."""
 
 from __future__ import annotations
 

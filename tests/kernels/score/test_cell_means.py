@@ -1,4 +1,4 @@
-"""Means of cells: the Triton kernel against the plain torch twin, bit by bit, and the twin against float64."""
+"""Means of cells: the Triton kernel against the reference, bit by bit, and the twin against float64."""
 
 from __future__ import annotations
 

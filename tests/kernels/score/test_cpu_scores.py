@@ -14,7 +14,7 @@ from blocksparse.kernels.order.segments import key_importance
 from blocksparse.kernels.score import cpu_choices, cpu_scores
 from blocksparse.kernels.score.block_mean import block_mean, block_similarity
 from blocksparse.kernels.score.cell_mass import cell_mass
-from blocksparse.kernels.score.probe_lines import probe_lines
+from blocksparse.kernels.score.last_queries import last_query_weights
 from blocksparse.testing import make_qkv
 from tests.kernels.score import test_cell_mass
 
@@ -71,8 +71,8 @@ def test_probes(M: int, N: int, P: int, dtype: torch.dtype) -> None:
         if causal and M > N:
             continue
         given = (4 * q[:, :, -P:], k, M, causal, 0.3, window)
-        got = cpu_scores.probe_lines_on_cpu(*given)
-        want = probe_lines.reference(given[0].double(), k.double(), *given[2:])
+        got = cpu_scores.last_query_weights_on_cpu(*given)
+        want = last_query_weights.reference(given[0].double(), k.double(), *given[2:])
         for ours, exact in zip(got, want, strict=True):
             torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=1e-7)
     for seen, causal, per_query_head in ((N, True, True), (N - N // 3, False, True), (N, True, False)):
@@ -89,7 +89,7 @@ def test_neither_threads_nor_chunks_nor_layouts_change_a_bit(dtype: torch.dtype)
     q, k, _ = make_qkv(B=1, N=640, Hq=6, Hkv=2, D=32, dtype=dtype)
 
     def of(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        lines = cpu_scores.probe_lines_on_cpu(q[:, :, -64:], k, q.shape[2], True, 0.2)
+        lines = cpu_scores.last_query_weights_on_cpu(q[:, :, -64:], k, q.shape[2], True, 0.2)
         means = cpu_choices.block_mean_on_cpu(q, 80, 0, False, None), cpu_choices.products_on_cpu(q, k)
         return (
             cpu_scores.cell_mass_on_cpu(**arguments(4 * q, k))[:, :, -20:],

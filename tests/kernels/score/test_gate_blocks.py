@@ -1,4 +1,4 @@
-"""Gated scores: the Triton kernel against the plain torch twin, bit for bit."""
+"""Gated scores: the Triton kernel against the reference, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best product of groups: the Triton kernel against the plain torch twin in float64."""
+"""The best product of groups: the Triton kernel against the reference in float64."""
 
 from __future__ import annotations
 

@@ -18,11 +18,9 @@ from blocksparse.kernels.masks import blocks_triton as block_lists_triton
 from blocksparse.kernels.masks import reach_triton as within_reach_triton
 from blocksparse.kernels.score import block_softmax_triton
 from blocksparse.kernels.score import block_softmax_triton as block_divergence_triton
-from blocksparse.kernels.select import global_top_cdf_triton, top_cdf_triton, top_k_triton
+from blocksparse.kernels.select import global_top_cdf_triton, top_cdf_triton, top_k_triton, vertical_slash_triton
 from blocksparse.kernels.select import top_k_triton as routed_triton
 from blocksparse.kernels.select import top_k_triton as visiting_order_triton
-from blocksparse.kernels.select import vertical_slash_triton as heaviest_lines_triton
-from blocksparse.kernels.select import vertical_slash_triton as line_blocks_triton
 from blocksparse.kernels.select.top_k_triton import width_of_rows
 from tests.kernels.ahead import TARGETS, fp32_products, multiplies_only
 
@@ -122,7 +120,7 @@ def compile_kernel(
 
 VARIANTS = (
     "top_cdf with places", "top_cdf last dropped", "products of any rows", "lists in a window", "places in a window",
-    "prefix softmax", "refined", "line blocks of some heads", *(f"global_top_cdf{part.jit.__name__} of some heads" for part in PARTS),
+    "prefix softmax", "refined", "vertical-slash blocks of some heads", *(f"global_top_cdf{part.jit.__name__} of some heads" for part in PARTS),
 )  # fmt: skip
 
 
@@ -148,9 +146,9 @@ def main() -> int:
                 ("prefix softmax", block_softmax_triton._block_softmax_kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", within_reach_triton._within_reach_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
                 ("divergence", block_divergence_triton._block_divergence_kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
-                ("fewest lines", heaviest_lines_triton._fewest, {**search, "pointers": {**dict.fromkeys(("lines_ptr", "bands_ptr"), "*fp32"), **dict.fromkeys(("taken_ptr", "bands_taken_ptr"), "*i32")}}),
-                ("heaviest lines", heaviest_lines_triton._heaviest, {**search, "COUNTED": False, "pointers": {**dict.fromkeys(("weight_ptr", "others_ptr"), "*fp32"), **dict.fromkeys(("count_ptr", "count_others_ptr", "last_ptr"), "*fp64"), **dict.fromkeys(("taken_ptr", "taken_others_ptr"), "*i1")}}),
-                *((f"line blocks{of}", line_blocks_triton._line_blocks_kernel, {**heads, "OTHERS": True, "KEY_RUN": 1, "RUN": 1, "rows": 8, "cols": 256, "warps": 4, "pointers": {"keys_ptr": "*i32", "distances_ptr": "*i32", "whole_ptr": "*fp64", "also_ptr": "*i1"}}) for of, heads in (("", ALL_HEADS), (" of some heads", {}))),
+                ("fewest lines", vertical_slash_triton._fewest, {**search, "pointers": {**dict.fromkeys(("lines_ptr", "bands_ptr"), "*fp32"), **dict.fromkeys(("taken_ptr", "bands_taken_ptr"), "*i32")}}),
+                ("heaviest lines", vertical_slash_triton._heaviest, {**search, "COUNTED": False, "pointers": {**dict.fromkeys(("weight_ptr", "others_ptr"), "*fp32"), **dict.fromkeys(("count_ptr", "count_others_ptr", "last_ptr"), "*fp64"), **dict.fromkeys(("taken_ptr", "taken_others_ptr"), "*i1")}}),
+                *((f"vertical-slash blocks{of}", vertical_slash_triton._vertical_slash_blocks_kernel, {**heads, "OTHERS": True, "KEY_RUN": 1, "RUN": 1, "rows": 8, "cols": 256, "warps": 4, "pointers": {"keys_ptr": "*i32", "distances_ptr": "*i32", "whole_ptr": "*fp64", "also_ptr": "*i1"}}) for of, heads in (("", ALL_HEADS), (" of some heads", {}))),
                 ("routed", routed_triton._routed_kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
                 ("run sums", run_sums_triton._run_sums_kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("visiting order", visiting_order_triton._visiting_order_kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),

@@ -1,4 +1,4 @@
-// What chooses blocks on a CPU: scores of blocks and lines, products, means, orders and shares. `cpu_scores.py` says what
+// What chooses blocks on a CPU: scores of blocks, columns and diagonals, products, means, orders and shares. `cpu_scores.py` says what
 // the first two are, builds this file and calls it; `cpu_choices.py` says what the others are.
 //
 // Scores and products multiply rows of queries with all keys. Keys are packed once, as panels of kPanel columns: [K, kPanel]
@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int64_t kPanel = 64, kAtOnce = 48;  // columns of a panel, and rows that are multiplied at a time, at most
-constexpr int64_t kLogits = 160 << 10;              // of the rows that a probe takes at a time, or those of 16
+constexpr int64_t kLogits = 160 << 10;              // of the rows of last queries that are taken at a time, or those of 16
 constexpr float kToBase2 = 1.4426950408889634f;
 
 // Who works. Python fills the same fields of this and of all other structs in the same order.
@@ -298,11 +298,11 @@ extern "C" {
 
 // The last queries and all keys. A query at position p = first + row sees keys before `seen`; when causal those up to p;
 // in a window (0: none) those after p - window.
-struct ProbeCall {
+struct LastQueriesCall {
   Tokens tokens;
-  int64_t first, causal, window, seen, parts, lines;  // lines: distances, or 0 if none are asked for
+  int64_t first, causal, window, seen, parts, distances;  // 0 distances: none are asked for
   double scale, share;                                // what a weight counts in the sums
-  float *vertical, *slash;                            // [B, Hq, parts, keys], [B, Hq, parts, lines]
+  float *vertical, *slash;                            // [B, Hq, parts, keys], [B, Hq, parts, distances]
 };
 
 }
@@ -310,7 +310,7 @@ struct ProbeCall {
 namespace {
 
 template <typename X>
-int probe_lines(const ProbeCall& call) {
+int last_query_weights(const LastQueriesCall& call) {
   const Tokens& c = call.tokens;
   Products<X> products(c, false);
   const int64_t panels = products.panels, K = products.K, width = panels * kPanel;
@@ -318,7 +318,7 @@ int probe_lines(const ProbeCall& call) {
   const int64_t at_once = std::min(kAtOnce, std::max<int64_t>(16, kLogits / width / kRows * kRows));
   struct Desk { X* a; float *logits, *vertical, *diagonal; };
   auto desk = [&](Arena& a) {
-    return Desk{a.take<X>(up(at_once, 16) * K), a.take<float>(up(at_once, 16) * width), a.take<float>(width), a.take<float>(call.lines ? width + each_part : 0)};
+    return Desk{a.take<X>(up(at_once, 16) * K), a.take<float>(up(at_once, 16) * width), a.take<float>(width), a.take<float>(call.distances ? width + each_part : 0)};
   };
   Arena each{nullptr};
   desk(each);
@@ -329,7 +329,7 @@ int probe_lines(const ProbeCall& call) {
     const int64_t unit = b * c.kv_heads + h * c.kv_heads / c.q_heads;
     const int64_t top = std::min(part * each_part, c.queries), bottom = std::min(top + each_part, c.queries);
     std::memset(d.vertical, 0, width * sizeof(float));
-    if (call.lines) std::memset(d.diagonal, 0, (width + each_part) * sizeof(float));
+    if (call.distances) std::memset(d.diagonal, 0, (width + each_part) * sizeof(float));
     for (int64_t done = top; done < bottom; done += at_once) {
       const int64_t M = std::min(at_once, bottom - done), step = up(M, 16) * kPanel;
       for (int64_t m = 0; m < M; m++) products.take_row(b, h, done + m, d.a + m * K);
@@ -353,7 +353,7 @@ int probe_lines(const ProbeCall& call) {
           }
         const float share = softmax(row, panels, step, greatest, scale > 0.f ? scale : 1.f) * float(call.share);
         if (share == 0.f) continue;
-        float* diagonal = call.lines ? d.diagonal + each_part - 1 - (done + m - top) : nullptr;
+        float* diagonal = call.distances ? d.diagonal + each_part - 1 - (done + m - top) : nullptr;
         for (int64_t p = 0; p < panels; p++)
           for (int64_t j = 0; j < kPanel; j += kWide) {
             const vec w = *(const vec*)(row + p * step + j) * share;
@@ -363,12 +363,12 @@ int probe_lines(const ProbeCall& call) {
       }
     }
     std::copy_n(d.vertical, c.keys, call.vertical + task * c.keys);
-    if (!call.lines) return;
-    float* slash = call.slash + task * call.lines;
-    std::fill_n(slash, call.lines, 0.f);
+    if (!call.distances) return;
+    float* slash = call.slash + task * call.distances;
+    std::fill_n(slash, call.distances, 0.f);
     for (int64_t t = 0; t < c.keys + each_part - 1; t++) {  // key minus row of the part is t - (each_part - 1)
       const int64_t distance = call.first + top - (t - (each_part - 1)), line = distance < 0 ? -distance : distance;
-      if (line < call.lines && (distance >= 0 || !call.causal)) slash[line] += d.diagonal[t];
+      if (line < call.distances && (distance >= 0 || !call.causal)) slash[line] += d.diagonal[t];
     }
   });
 }
@@ -599,7 +599,7 @@ int blocksparse_shares(const ShareCall* call) {
 
 // 0, or 1 if there is no memory.
 int blocksparse_cell_mass(const CellCall* call) { return FOR_TYPE(cell_mass, (*call)); }
-int blocksparse_probe_lines(const ProbeCall* call) { return FOR_TYPE(probe_lines, (*call)); }
+int blocksparse_last_query_weights(const LastQueriesCall* call) { return FOR_TYPE(last_query_weights, (*call)); }
 int blocksparse_products(const ProductCall* call) { return FOR_TYPE(multiply_all, (*call)); }
 
 }  // extern "C"

@@ -1,6 +1,6 @@
-"""Mass of cells, and lines of a probe, by a kernel that this machine compiles for its CPU.
+"""Mass of cells, and weights of the last queries, by a kernel that this machine compiles for its CPU.
 
-`cell_mass`, `probe_lines` and `key_importance` say the same in plain torch, with passes over
+`cell_mass`, `last_query_weights` and `key_importance` say the same in plain torch, with passes over
 all logits in memory. Here a thread multiplies a few rows of queries with all keys that they may reach, and takes their
 softmax while the logits lie in its cache.
 
@@ -27,7 +27,7 @@ from blocksparse.launch.torch_private import operations_are_noted
 SOURCE = Path(__file__).with_suffix(".cpp")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _log = logging.getLogger(__name__)
-_PARTS = 4  # of the queries of a probe, each of which one thread sums: a fixed number, so that sums are
+_PARTS = 4  # of the last queries, each of which one thread sums: a fixed number, so that sums are
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -89,13 +89,13 @@ def cell_mass_on_cpu(
     return mass
 
 
-def probe_lines_on_cpu(
-    probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: int | None = None
+def last_query_weights_on_cpu(
+    last_q: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`probe_lines` by the CPU kernel, in fp32."""
-    lines = k.shape[2] if causal else max(q_len, k.shape[2])
-    first = (k.shape[2] if causal else q_len) - probe.shape[2]
-    vertical, slash = _lines(probe, k, first, lines, causal=causal, scale=scale, window=window)
+    """`last_query_weights` by the CPU kernel, in fp32."""
+    distances = k.shape[2] if causal else max(q_len, k.shape[2])
+    first = (k.shape[2] if causal else q_len) - last_q.shape[2]
+    vertical, slash = _weights(last_q, k, first, distances, causal=causal, scale=scale, window=window)
     return vertical.sum(2), slash.sum(2)
 
 
@@ -103,18 +103,18 @@ def key_importance_on_cpu(
     q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
     """`key_importance` by the CPU kernel, in fp32."""
-    probed, group = q[:, :, -min(probe, q.shape[2]) :], 1 if per_query_head else q.shape[1] // k.shape[1]
-    first = k.shape[2] - probed.shape[2]
-    weight, _ = _lines(probed, k, first, 0, causal=causal, scale=scale, seen=seen, heads=group)
+    last_q, group = q[:, :, -min(probe, q.shape[2]) :], 1 if per_query_head else q.shape[1] // k.shape[1]
+    first = k.shape[2] - last_q.shape[2]
+    weight, _ = _weights(last_q, k, first, 0, causal=causal, scale=scale, seen=seen, heads=group)
     parts: Tensor = weight.unflatten(1, (-1, group)).flatten(2, 3)
     return parts
 
 
-def _lines(
-    probe: Tensor,
+def _weights(
+    last_q: Tensor,
     k: Tensor,
     first: int,
-    lines: int,
+    distances: int,
     *,
     causal: bool,
     scale: float,
@@ -122,15 +122,15 @@ def _lines(
     seen: int | None = None,
     heads: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """`[B, Hq, parts, N]` and `[B, Hq, parts, lines]`, of which the sums are means over the probe and so many heads."""
-    (B, Hq, P, _), N = probe.shape, k.shape[2]
-    call = _ProbeCall()
-    held = call.tokens.set(probe.unsqueeze(3), k.unsqueeze(3))
+    """`[B, Hq, parts, N]` and `[B, Hq, parts, distances]`, of which the sums are means over the queries and so many heads."""
+    (B, Hq, P, _), N = last_q.shape, k.shape[2]
+    call = _LastQueriesCall()
+    held = call.tokens.set(last_q.unsqueeze(3), k.unsqueeze(3))
     call.first, call.causal, call.window, call.seen = first, causal, window or 0, N if seen is None else seen
-    call.parts, call.lines, call.scale, call.share = min(_PARTS, P), lines, scale, 1 / (P * heads)
-    vertical, slash = (probe.new_empty((B, Hq, call.parts, n), dtype=torch.float32) for n in (N, lines))
+    call.parts, call.distances, call.scale, call.share = min(_PARTS, P), distances, scale, 1 / (P * heads)
+    vertical, slash = (last_q.new_empty((B, Hq, call.parts, n), dtype=torch.float32) for n in (N, distances))
     call.vertical, call.slash = vertical.data_ptr(), slash.data_ptr()
-    make("probe_lines", call)
+    make("last_query_weights", call)
     del held
     return vertical, slash
 
@@ -181,10 +181,10 @@ class _CellCall(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _ProbeCall(ctypes.Structure):
+class _LastQueriesCall(ctypes.Structure):
     _fields_ = [
         ("tokens", Tokens),
-        *((name, ctypes.c_int64) for name in ("first", "causal", "window", "seen", "parts", "lines")),
+        *((name, ctypes.c_int64) for name in ("first", "causal", "window", "seen", "parts", "distances")),
         ("scale", ctypes.c_double), ("share", ctypes.c_double),
         ("vertical", ctypes.c_void_p), ("slash", ctypes.c_void_p),
     ]  # fmt: skip

@@ -1,19 +1,17 @@
-"""Lines of a head, columns and diagonals: the heaviest ones, and the blocks that they cross.
+"""Vertical-slash: the heaviest columns and diagonals of a head (its lines), and the blocks that they cross.
 
-Chosen lines of a head: keys, or distances, in runs of equal length.
-
-`line_blocks`: The blocks that chosen columns and distances cross, as a mask on a grid.
+`vertical_slash_blocks`: The blocks that chosen columns and distances cross, as a mask on a grid.
 
 Lines are chosen in runs of equal length, and a running count marks the chosen ones. A block holds the keys, or the
 distances, from one number to another, so it is crossed if the count grows between them.
 
-`heaviest_lines`: The heaviest lines (columns, bands or distances) of each head: as many as hold a share of the mass, or a number.
+The heaviest lines (columns, bands or distances) of each head are as many as hold a share of the mass, or a number:
 
     fewest    the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them; for two kinds at once
     heaviest  the `count` heaviest lines; the first `first` come before all others, and those that are spared are left out;
               `heaviest_of_both` does it for two kinds
 
-The first and the last give running counts (`vertical_slash.py`), `heaviest` which lines are taken.
+`fewest` and `heaviest_of_both` give running counts, `heaviest` which lines are taken.
 
 Ties go to the line that stands first. Shares are of ticks (`top_cdf.py`), so that they do not depend on the order of
 summation. On GPUs one launch searches each head's lines for the lightest that is taken; rows of over `LONGEST` lines, CPU
@@ -35,7 +33,7 @@ from blocksparse.kernels.masks.reach import within_reach
 from blocksparse.kernels.select.top_cdf import running_share
 
 
-class Lines(NamedTuple):
+class ChosenRuns(NamedTuple):
     """Chosen keys, by slot, or chosen distances."""
 
     counts: Tensor  # [B, Hq, runs + 1] int32, how many runs are chosen before each, and in all
@@ -48,9 +46,9 @@ def running_count(chosen: Tensor) -> Tensor:
 
 
 @on_gpus(of=lambda columns, *_, **__: columns.counts)
-def line_blocks(
-    columns: Lines,
-    bands: Lines,
+def vertical_slash_blocks(
+    columns: ChosenRuns,
+    bands: ChosenRuns,
     grid: BlockGrid,
     *,
     whole: Tensor | None = None,
@@ -78,7 +76,7 @@ def line_blocks(
     return within_reach(keep, grid, always=AlwaysKept(first=first), diagonal=True)
 
 
-def crossed(bands: Lines, grid: BlockGrid) -> Tensor:
+def crossed(bands: ChosenRuns, grid: BlockGrid) -> Tensor:
     """The blocks that may hold a pair at a chosen distance, `[B, Hq, rows, cols]` bool.
 
     The distances in a block lie between its first query minus its last key and its last query minus its first key. So every

@@ -1,7 +1,6 @@
 """The Triton kernels of `select/vertical_slash.py`.
 
-The Triton kernel of `line_blocks`.
-The Triton kernels of `heaviest_lines`: a program holds the lines of one head, and searches instead of sorting.
+To find the heaviest lines, a program holds the lines of one head, and searches instead of sorting.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from blocksparse.kernels.masks.grid_triton import (
 )
 from blocksparse.kernels.select.top_cdf_triton import exact_cut, limit_of, sum_of, ticks_of, weights_of
 from blocksparse.kernels.select.top_k_triton import cut, first_of, sortable, width_of_rows
-from blocksparse.kernels.select.vertical_slash import Lines
+from blocksparse.kernels.select.vertical_slash import ChosenRuns
 from blocksparse.launch.launches import remembered
 
 # Of a launch tile, no wider than it must be: causality leaves nearly half of such tiles without a block that is seen.
 _TILE = {"ROWS": 16, "COLS": 64}
 
 
-def line_blocks_triton(
-    columns: Lines,
-    bands: Lines,
+def vertical_slash_blocks_triton(
+    columns: ChosenRuns,
+    bands: ChosenRuns,
     grid: BlockGrid,
     *,
     whole: Tensor | None = None,
@@ -43,11 +42,11 @@ def line_blocks_triton(
     also: Tensor | None = None,
     heads: HeadMask | None = None,
 ) -> Tensor:
-    """Launch the kernel; arguments as in `line_blocks`."""
+    """Launch the kernel; arguments as in `vertical_slash_blocks`."""
     (B, H, keys), distances = columns.counts.shape, bands.counts.shape[2]
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
     keep = torch.empty((B, H, rows, cols), dtype=torch.bool, device=columns.counts.device)
-    _line_blocks_kernel[(cdiv(rows, _TILE["ROWS"]) * cdiv(cols, _TILE["COLS"]), H, B)](
+    _vertical_slash_blocks_kernel[(cdiv(rows, _TILE["ROWS"]) * cdiv(cols, _TILE["COLS"]), H, B)](
         *asked(heads), columns.counts.contiguous(), bands.counts.contiguous(), whole, also, keep,
         None if whole is None else head_strides(whole)[1], None if also is None else strides(also), *positions(grid),
         keys - 1, distances - 1, rows, cols, first,
@@ -60,7 +59,7 @@ def line_blocks_triton(
 
 @remembered
 @triton.jit(do_not_specialize=["whole_stride", "keys", "distances", "rows", "cols", "first"])
-def _line_blocks_kernel(
+def _vertical_slash_blocks_kernel(
     number_ptr, bound_ptr, bound_stride, keys_ptr, distances_ptr, whole_ptr, also_ptr, keep_ptr, whole_stride, also_strides, positions, position_strides,
     keys, distances, rows, cols, first,
     OTHERS: tl.constexpr, KEY_RUN: tl.constexpr, RUN: tl.constexpr,

@@ -1,20 +1,20 @@
-"""Columns and diagonals of a probe: the Triton kernels against the plain torch twin in float64."""
+"""Weights of the last queries by key and distance: the Triton kernels against the reference in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from blocksparse.kernels.score import probe_lines_triton
-from blocksparse.kernels.score.probe_lines import probe_lines
+from blocksparse.kernels.score import last_queries_triton
+from blocksparse.kernels.score.last_queries import last_query_weights
 from blocksparse.testing import make_qkv
 from tests.machine import DTYPES
 
 
 def assert_right(q: torch.Tensor, k: torch.Tensor, P: int, *, causal: bool) -> None:
-    probe, scale = 4 * q[:, :, -P:], q.shape[-1] ** -0.5
-    got = probe_lines_triton.probe_lines_triton(probe, k, q.shape[2], causal, scale)
-    want = probe_lines.reference(probe.double(), k.double(), q.shape[2], causal, scale)
+    last_q, scale = 4 * q[:, :, -P:], q.shape[-1] ** -0.5
+    got = last_queries_triton.last_query_weights_triton(last_q, k, q.shape[2], causal, scale)
+    want = last_query_weights.reference(last_q.double(), k.double(), q.shape[2], causal, scale)
     for ours, exact in zip(got, want, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-7)
@@ -51,9 +51,9 @@ def test_heads(Hq: int, Hkv: int, D: int, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [16, 64])
 def test_diagonals_that_cross_many_tiles(keys: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory on chip is small, there are fewer keys in a tile than queries in the probe."""
-    options = probe_lines_triton.launch_options
-    monkeypatch.setattr(probe_lines_triton, "launch_options", lambda *x: {**options(*x), "BLOCK_N": keys})
+    """Where memory on chip is small, there are fewer keys in a tile than last queries."""
+    options = last_queries_triton.launch_options
+    monkeypatch.setattr(last_queries_triton, "launch_options", lambda *x: {**options(*x), "BLOCK_N": keys})
     q, k, _ = make_qkv(N=170, Hq=2, Hkv=1, D=16, device=device)
     for causal in (True, False):
         assert_right(q, k, 100, causal=causal)
@@ -66,8 +66,8 @@ def test_what_is_not_finite_spoils_the_same_lines(where: str, value: float, devi
     """A query that sees it has no weights at all, as in plain torch, and not those of its other keys alone."""
     q, k, _ = make_qkv(N=90, Hq=4, Hkv=2, D=16, device=device)
     (k if where == "key" else q)[0, 0, 87] = value
-    got = probe_lines_triton.probe_lines_triton(q[:, :, -10:], k, 90, True, 0.25)
-    want = probe_lines.reference(q[:, :, -10:], k, 90, True, 0.25)
+    got = last_queries_triton.last_query_weights_triton(q[:, :, -10:], k, 90, True, 0.25)
+    want = last_query_weights.reference(q[:, :, -10:], k, 90, True, 0.25)
     for ours, its in zip(got, want, strict=True):
         assert its.isnan().any(-1).tolist() == [[True, where == "key", False, False]]
         torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-7, equal_nan=True)

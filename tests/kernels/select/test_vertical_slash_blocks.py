@@ -1,4 +1,4 @@
-"""Blocks that chosen lines cross: the Triton kernel and its plain torch twin against the distances of every pair."""
+"""Blocks that chosen lines cross: the Triton kernel and its reference against the distances of every pair."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.select.vertical_slash import Lines, line_blocks, running_count
+from blocksparse.kernels.select.vertical_slash import ChosenRuns, running_count, vertical_slash_blocks
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
 
 pytest.importorskip("triton")
-from blocksparse.kernels.select.vertical_slash_triton import line_blocks_triton
+from blocksparse.kernels.select.vertical_slash_triton import vertical_slash_blocks_triton
 
 
 def chosen(shape: tuple[int, ...], share: float, device: str) -> Tensor:
@@ -19,7 +19,7 @@ def chosen(shape: tuple[int, ...], share: float, device: str) -> Tensor:
 
 
 def by_ranges(keys: Tensor, key_run: int, distances: Tensor, run: int, grid: bs.Grid) -> Tensor:
-    """The blocks of `line_blocks`, from one range of distances after the other."""
+    """The blocks of `vertical_slash_blocks`, from one range of distances after the other."""
     near, far = grid.q_first - grid.k_last, grid.q_last - grid.k_first
     if not grid.causal:
         near, far = torch.maximum(near, -far), torch.maximum(far, -near)
@@ -45,13 +45,13 @@ def test_lines(kind: str, device: str) -> None:
         entries = cols if key_run == 1 else -(-grid.k_len // 1)
         keys = chosen((B, Hq, entries), 0.05, device)
         distances = chosen((B, Hq, -(-longest // run)), 0.1, device)
-        columns = Lines(running_count(keys), 1 if key_run == 1 else grid.k_block)
-        bands = Lines(running_count(distances), run)
+        columns = ChosenRuns(running_count(keys), 1 if key_run == 1 else grid.k_block)
+        bands = ChosenRuns(running_count(distances), run)
         want = by_ranges(keys, 1, distances, run, grid) if key_run == 1 else None
-        reference = line_blocks.reference(columns, bands, grid)
+        reference = vertical_slash_blocks.reference(columns, bands, grid)
         if want is not None:
             assert torch.equal(reference, want)
-        assert torch.equal(line_blocks_triton(columns, bands, grid), reference)
+        assert torch.equal(vertical_slash_blocks_triton(columns, bands, grid), reference)
         also = chosen((B, Hq, rows, cols), 0.1, device) & grid.reachable
         whole = torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64, device=device).view(1, 3, 1)
         for more in (
@@ -60,5 +60,5 @@ def test_lines(kind: str, device: str) -> None:
             {"first": 9},
             {"also": also[:, :1], "whole": whole[:, :1], "first": 1},
         ):
-            reference = line_blocks.reference(columns, bands, grid, **more)
-            assert torch.equal(line_blocks_triton(columns, bands, grid, **more), reference), more
+            reference = vertical_slash_blocks.reference(columns, bands, grid, **more)
+            assert torch.equal(vertical_slash_blocks_triton(columns, bands, grid, **more), reference), more

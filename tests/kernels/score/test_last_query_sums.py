@@ -1,4 +1,4 @@
-"""Sums of a probe over blocks and bands: the Triton kernels against sums of the plain torch twin's lines in float64."""
+"""Weights of the last queries by block and band: the Triton kernels against sums of the reference in float64."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from blocksparse.kernels.gemm.products import run_sums
-from blocksparse.kernels.score import probe_sums_triton
-from blocksparse.kernels.score.probe_lines import probe_lines
+from blocksparse.kernels.score import last_queries_triton
+from blocksparse.kernels.score.last_queries import last_query_weights
 from blocksparse.testing import make_qkv
 from tests.machine import DTYPES
 
 
 def assert_right(q: torch.Tensor, k: torch.Tensor, P: int, run: int) -> None:
-    probe, scale = 4 * q[:, :, -P:], q.shape[-1] ** -0.5
-    assert probe_sums_triton.takes(probe, run)
-    got = probe_sums_triton.probe_sums_triton(probe, k, scale, run)
-    want = probe_lines.reference(probe.double(), k.double(), q.shape[2], True, scale)
+    last_q, scale = 4 * q[:, :, -P:], q.shape[-1] ** -0.5
+    assert last_queries_triton.takes_sums(last_q, run)
+    got = last_queries_triton.last_query_sums_triton(last_q, k, scale, run)
+    want = last_query_weights.reference(last_q.double(), k.double(), q.shape[2], True, scale)
     for ours, lines in zip(got, want, strict=True):
         exact = run_sums.reference(lines, run)
         assert ours.dtype == torch.float32
@@ -63,9 +63,9 @@ def test_great_logits(device: str) -> None:
 
 def test_what_is_refused(device: str) -> None:
     q, _, _ = make_qkv(N=80, Hq=1, Hkv=1, D=16, device=device)
-    assert not probe_sums_triton.takes(q, 16)  # more queries than a run has keys
-    assert not probe_sums_triton.takes(q[:, :, :10], 48)
-    assert not probe_sums_triton.takes(q[:, :, :10].double(), 16)
+    assert not last_queries_triton.takes_sums(q, 16)  # more queries than a run has keys
+    assert not last_queries_triton.takes_sums(q[:, :, :10], 48)
+    assert not last_queries_triton.takes_sums(q[:, :, :10].double(), 16)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
@@ -75,8 +75,8 @@ def test_what_is_not_finite_spoils_the_same_sums(where: str, value: float, devic
     """A query that sees it has no weights at all, as in plain torch, and not those of its other keys alone."""
     q, k, _ = make_qkv(N=90, Hq=4, Hkv=2, D=16, device=device)
     (k if where == "key" else q)[0, 0, 87] = value
-    got = probe_sums_triton.probe_sums_triton(q[:, :, -10:], k, 0.25, 16)
-    for ours, lines in zip(got, probe_lines.reference(q[:, :, -10:], k, 90, True, 0.25), strict=True):
+    got = last_queries_triton.last_query_sums_triton(q[:, :, -10:], k, 0.25, 16)
+    for ours, lines in zip(got, last_query_weights.reference(q[:, :, -10:], k, 90, True, 0.25), strict=True):
         its = run_sums.reference(lines, 16)
         assert its.isnan().any(-1).tolist() == [[True, where == "key", False, False]]
         torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-7, equal_nan=True)

@@ -1,19 +1,19 @@
 """Weights of the last queries, the observation window: by column and diagonal, and by block.
 
-`probe_lines`: The softmax of the last queries (the probe) over all keys, summed along columns and along diagonals.
+`last_query_weights`: The softmax of the last queries over all keys, summed along columns and along diagonals.
 
-There are three implementations. GPUs take the Triton kernels in `probe_lines_triton.py`. CPUs with a C++ compiler take the
-kernel in `cpu_scores.cpp`. Other CPUs, float64, and on GPUs long probes and sliding windows take the plain torch below,
+There are three implementations. GPUs take the Triton kernels in `last_queries_triton.py`. CPUs with a C++ compiler take the
+kernel in `cpu_scores.cpp`. Other CPUs, float64, and on GPUs many queries and sliding windows take the plain torch below,
 which computes in fp32 or better.
 
-`probe_sums`: The softmax of the last queries (the probe) over all keys, summed over blocks of keys and over bands of distances.
+`last_query_sums`: The softmax of the last queries over all keys, summed over blocks of keys and over bands of distances.
 
     columns[b, h, j]  the mean weight that the queries give to the keys of block `j`
     bands[b, h, j]    and to the distances `j run` to `j run + run - 1`
 
-These are `run_sums` of the two results of `probe_lines`, in causal calls without a window. Sums over runs need no weight of
+These are `run_sums` of the two results of `last_query_weights`, in causal calls without a window. Sums over runs need no weight of
 a single key, so each tile of logits is computed once. It gives sums for each query, which are divided by the query's whole
-sum when that is known. GPUs have a Triton kernel (`probe_sums_triton.py`); other devices sum the lines.
+sum when that is known. GPUs have a Triton kernel; other devices sum the weights.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from blocksparse.kernels.score import cpu_scores
 _WORKSPACE = 2**28  # bytes of probabilities that are held at a time
 
 
-def _takes(probe: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: int | None = None) -> bool:
-    from blocksparse.kernels.score.probe_lines_triton import takes
+def _takes(last_q: Tensor, k: Tensor, q_len: int, causal: bool, scale: float, window: int | None = None) -> bool:
+    from blocksparse.kernels.score.last_queries_triton import takes
 
-    return window is None and takes(probe)
+    return window is None and takes(last_q)
 
 
 @on_gpus(where=_takes)
-@compiled(cpu_scores.probe_lines_on_cpu, lambda probe, k, *_, **__: cpu_scores.takes(probe, k))
-def probe_lines(
-    probe: Tensor,  # [B, Hq, P, D], the last queries
+@compiled(cpu_scores.last_query_weights_on_cpu, lambda last_q, k, *_, **__: cpu_scores.takes(last_q, k))
+def last_query_weights(
+    last_q: Tensor,  # [B, Hq, P, D], the last queries
     k: Tensor,  # [B, H, N, D], in original order; H divides Hq
     q_len: int,  # queries in all
     causal: bool,
@@ -51,15 +51,15 @@ def probe_lines(
     The distance of a pair is query position minus key position, or the absolute value of that when not causal. `L` is `N`,
     or `max(q_len, N)` when not causal. With a `window` a query sees only so many tokens, its own included.
     """
-    (B, Hq, P, _), N = probe.shape, k.shape[2]
+    (B, Hq, P, _), N = last_q.shape, k.shape[2]
     wide = wide_dtype(k)
     vertical = torch.zeros(B, Hq, N, dtype=wide, device=k.device)
     slash = torch.zeros(B, Hq, N if causal else max(q_len, N), dtype=wide, device=k.device)
-    first = (N if causal else q_len) - P  # position of the first probe query
+    first = (N if causal else q_len) - P  # position of the first of the last queries
     position = torch.arange(N, device=k.device)
     step = max(1, _WORKSPACE // (B * Hq * N * wide.itemsize))
     for top in range(0, P, step):
-        rows = probe[:, :, top : top + step]
+        rows = last_q[:, :, top : top + step]
         count, begin = rows.shape[2], first + top
         logits = products(rows, k).mul_(scale)
         if causal:
@@ -89,16 +89,16 @@ def _sums_of_diagonals(x: Tensor) -> Tensor:
 _RUNS = 64, 128  # shorter runs are tiles too small to be worth it
 
 
-def probe_sums(
-    probe: Tensor,  # [B, Hq, P, D], the last queries
+def last_query_sums(
+    last_q: Tensor,  # [B, Hq, P, D], the last queries
     k: Tensor,  # [B, H, N, D], in original order; H divides Hq
     scale: float,
     run: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """`columns` and `bands`, `[B, Hq, ceil(N / run)]` fp32 each; None where no kernel takes such a probe."""
-    if probe.is_cuda and run in _RUNS:
-        from blocksparse.kernels.score import probe_sums_triton
+    """`columns` and `bands`, `[B, Hq, ceil(N / run)]` fp32 each; None where no kernel takes such queries."""
+    if last_q.is_cuda and run in _RUNS:
+        from blocksparse.kernels.score import last_queries_triton
 
-        if probe_sums_triton.takes(probe, run):
-            return probe_sums_triton.probe_sums_triton(probe, k, scale, run)
+        if last_queries_triton.takes_sums(last_q, run):
+            return last_queries_triton.last_query_sums_triton(last_q, k, scale, run)
     return None
