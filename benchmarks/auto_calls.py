@@ -115,7 +115,7 @@ def _about(pipeline: Any, q: Tensor, k: Tensor, v: Tensor) -> Row:
     if q.is_cuda:
         each = launches(partial(pipeline, q, k, v))
         found |= {"launches": len(each), "each launch, us": each}
-    blocks = chosen.grid.reachable.expand(chosen.keep.shape)
+    blocks = chosen.grid.visible.expand(chosen.keep.shape)
     return found | {"otherwise in fp32": int((chosen.keep != exact.keep).sum()), "blocks": int(blocks.sum())}
 
 

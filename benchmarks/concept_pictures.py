@@ -42,22 +42,22 @@ def four_stages(q: Tensor, k: Tensor, v: Tensor) -> Any:
     attention = pooled_attention(trace, 0, pixels=PIXELS).numpy()
     grid, scores = trace.mask.grid, trace.scores
     assert scores.forced is not None  # a row's own segment is
-    values, forced, reachable, kept = (
+    values, forced, visible, kept = (
         x.expand(1, 1, grid.rows, grid.cols)[0, 0].numpy()
-        for x in (scores.values, scores.forced, grid.reachable, trace.mask.keep)
+        for x in (scores.values, scores.forced, grid.visible, trace.mask.keep)
     )
     seen = shades(attention, float(attention.max()))
     seen[attention == 0] = 0.0  # no query sees a key here: the paper shows
     scored = shades(values, 1.0)
     scored[forced] = to_rgba(ORANGE)
     chosen = np.zeros((*kept.shape, 4))
-    for colour, where in ((DROPPED, reachable), (GREEN, kept), (ORANGE, kept & forced)):
+    for colour, where in ((DROPPED, visible), (GREEN, kept), (ORANGE, kept & forced)):
         chosen[where] = to_rgba(colour)
     tile = PIXELS // len(kept)
     computed = seen.copy()
-    computed[(reachable & ~kept).repeat(tile, 0).repeat(tile, 1)] = to_rgba(DROPPED)
+    computed[(visible & ~kept).repeat(tile, 0).repeat(tile, 1)] = to_rgba(DROPPED)
     for image in (scored, chosen):
-        image[~reachable] = 0.0
+        image[~visible] = 0.0
 
     figure, panels = plt.subplots(2, 2, figsize=(7.6, 9.0), layout="constrained", sharex=True, sharey=True)
     stages = (

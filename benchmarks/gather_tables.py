@@ -88,9 +88,9 @@ def scattered(q: Tensor, k: Tensor, mask: bs.BlockMask) -> bs.BlockMask:
         q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=sizes.q_block, k_block=sizes.k_block
     )
     turn = torch.rand(*mask.keep.shape[:3], grid.cols, device=q.device)
-    order = turn.masked_fill(grid.diagonal, 2.0).masked_fill(~grid.reachable, -1.0).argsort(-1, descending=True)
+    order = turn.masked_fill(grid.diagonal, 2.0).masked_fill(~grid.visible, -1.0).argsort(-1, descending=True)
     first = torch.arange(grid.cols, device=q.device) < count
-    return bs.BlockMask(torch.zeros_like(first).scatter_(-1, order, first) & grid.reachable, grid)
+    return bs.BlockMask(torch.zeros_like(first).scatter_(-1, order, first) & grid.visible, grid)
 
 
 def gather_call(op: Op, q: Tensor, k: Tensor, v: Tensor, mask: bs.RankedBlockMask) -> Call:

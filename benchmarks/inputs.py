@@ -38,10 +38,10 @@ class Case:
             q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=self.q_block, k_block=self.k_block
         )
         keep = torch.rand(1, self.Hq, grid.rows, grid.cols, device=q.device) < self.density
-        return bs.BlockMask((keep | grid.diagonal | grid.holding_first(1)) & grid.reachable, grid)
+        return bs.BlockMask((keep | grid.diagonal | grid.holding_first(1)) & grid.visible, grid)
 
 
 def everything(q: Tensor, k: Tensor, *, block: int = 128) -> bs.BlockMask:
     """Dense causal attention as a mask."""
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=block, k_block=block)
-    return bs.BlockMask(grid.reachable.expand(q.shape[0], q.shape[1], -1, -1), grid)
+    return bs.BlockMask(grid.visible.expand(q.shape[0], q.shape[1], -1, -1), grid)

@@ -30,7 +30,7 @@ class TrueMassScorer(bs.Scorer[bs.Permutation, bs.BlockMass]):
             q_block=self.block,
             k_block=self.block,
         )
-        every = bs.BlockMask(grid.reachable.expand(*q.shape[:2], -1, -1), grid)
+        every = bs.BlockMask(grid.visible.expand(*q.shape[:2], -1, -1), grid)
         keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float()
         values = torch.zeros(every.keep.shape, device=q.device)
         for row in range(grid.rows):

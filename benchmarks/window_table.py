@@ -54,7 +54,7 @@ def windows(plan: Plan, device: torch.device) -> Iterator[Row]:
 def _everything(q: Tensor, k: Tensor, case: Case, spec: bs.AttentionSpec) -> bs.BlockMask:
     """All that a layer sees."""
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=case.q_block, k_block=case.k_block)
-    return bs.BlockMask(grid.reachable.expand(1, case.Hq, -1, -1), grid)
+    return bs.BlockMask(grid.visible.expand(1, case.Hq, -1, -1), grid)
 
 
 def _last_blocks(q: Tensor, k: Tensor, case: Case, count: int) -> bs.BlockMask:

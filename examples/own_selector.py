@@ -18,20 +18,20 @@ from blocksparse.testing import make_qkv
 @final
 @frozen
 class TopRoot(bs.Selector[bs.BlockScores, bs.BlockMask]):
-    """Keep the best `gain * sqrt(n)` of a row's `n` reachable blocks, forced ones, and the diagonal."""
+    """Keep the best `gain * sqrt(n)` of a row's `n` visible blocks, forced ones, and the diagonal."""
 
     gain: float = field(default=2.0, validator=validators.gt(0))
 
     def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
-        reachable = scores.grid.reachable
-        values = scores.values.masked_fill(~reachable, float("-inf"))
+        visible = scores.grid.visible
+        values = scores.values.masked_fill(~visible, float("-inf"))
         order = values.argsort(dim=-1, descending=True, stable=True)  # ties go to the lower column
         rank = torch.empty_like(order).scatter_(
             -1, order, torch.arange(scores.grid.cols, device=order.device).expand(order.shape)
         )
-        keep = rank < self.gain * reachable.sum(-1, keepdim=True).sqrt()
+        keep = rank < self.gain * visible.sum(-1, keepdim=True).sqrt()
         always = scores.grid.diagonal if scores.forced is None else scores.grid.diagonal | scores.forced
-        return bs.BlockMask((keep | always) & reachable, scores.grid)
+        return bs.BlockMask((keep | always) & visible, scores.grid)
 
 
 def main() -> None:

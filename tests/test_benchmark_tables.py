@@ -185,7 +185,7 @@ def test_as_many_blocks_are_gathered_as_lie_side_by_side() -> None:
     beside = gather_tables.scattered(q, k, mask)
     assert torch.equal(beside.keep.sum(-1), mask.keep.sum(-1))
     assert bool((beside.keep | ~beside.grid.diagonal).all())
-    assert bool((beside.grid.reachable | ~beside.keep).all())
+    assert bool((beside.grid.visible | ~beside.keep).all())
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_the_check_sees_what_a_layer_asks_for(wrong: dict[str, Any]) -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=128, D=32)
     spec, plain = bs.AttentionSpec(scale=32**-0.5, **wrong), bs.AttentionSpec(scale=32**-0.5)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
-    mask = bs.BlockMask(grid.reachable.expand(1, 2, -1, -1), grid)
+    mask = bs.BlockMask(grid.visible.expand(1, 2, -1, -1), grid)
     right = bs.ReferenceExecutor()(q, k, v, mask, spec).out
     check(right, q, k, v, mask, spec=spec)
     whole = everything(q, k, block=32)

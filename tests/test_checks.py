@@ -219,15 +219,15 @@ class Keeps(bs.Selector[bs.BlockScores, bs.BlockMask]):
 
     def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
         grid = scores.grid
-        kept = scores.values.where(grid.reachable, 0.0) > 0.5
+        kept = scores.values.where(grid.visible, 0.0) > 0.5
         forced = False if scores.forced is None else scores.forced
-        return bs.BlockMask(self.spoil((kept | forced | grid.diagonal) & grid.reachable, scores), grid)
+        return bs.BlockMask(self.spoil((kept | forced | grid.diagonal) & grid.visible, scores), grid)
 
 
 def rows_of_the_chunk(keep: Tensor, scores: bs.BlockScores) -> Tensor:
     """Takes every other row to be dense, and forgets that a chunk does not begin with row 0."""
     dense = torch.arange(scores.grid.rows)[:, None] % 2 == 0
-    return (keep | dense) & scores.grid.reachable
+    return (keep | dense) & scores.grid.visible
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def rows_of_the_chunk(keep: Tensor, scores: bs.BlockScores) -> Tensor:
         (lambda keep, scores: torch.ones_like(keep), "keeps blocks in which no query may see a key"),
         (lambda keep, scores: keep & ~(scores.forced & ~scores.grid.diagonal), "drops forced blocks"),
         (lambda keep, scores: keep & (scores.grid.diagonal | scores.forced | (torch.rand(keep.shape) < 0.5)), "another mask the second time"),
-        (lambda keep, scores: (scores.values > scores.values.mean(-1, keepdim=True)) & scores.grid.reachable | keep, "no query reaches changed the mask"),
-        (lambda keep, scores: (keep | (scores.values.where(scores.grid.reachable, 0).sum((-1, -2), keepdim=True) % 1 > 0.2)) & scores.grid.reachable, "a later row changed an earlier one"),
+        (lambda keep, scores: (scores.values > scores.values.mean(-1, keepdim=True)) & scores.grid.visible | keep, "no query reaches changed the mask"),
+        (lambda keep, scores: (keep | (scores.values.where(scores.grid.visible, 0).sum((-1, -2), keepdim=True) % 1 > 0.2)) & scores.grid.visible, "a later row changed an earlier one"),
         (lambda keep, scores: keep.logical_and(scores.values.mul_(0.5) >= 0), "wrote into 'values'|second time"),
         (lambda keep, scores: keep[:, :1], "must have the shape"),
     ],

@@ -273,7 +273,7 @@ def test_cpu_joins_rows_to_no_other_result(Hkv: int, tokens_first: bool) -> None
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=64, k_block=32)
-    keep = grid.reachable.repeat(1, 4, 1, 1)
+    keep = grid.visible.repeat(1, 4, 1, 1)
     keep[:, 1, 5:, 2] = keep[:, 2, 9] = keep[:, 3, 4, 8:] = False
     outputs = [e(q, k, v, bs.BlockMask(keep, grid), asked(bs.BlockMask(keep, grid), 0.25)) for e in EXACT]
     torch.testing.assert_close(*((output.out, output.lse) for output in outputs))
@@ -440,7 +440,7 @@ def test_a_query_without_keys_is_0_beside_any_value(
     block, D, dtype = (64, 64, torch.float16) if device == "cuda" else (16, 16, torch.float32)
     q, k, v = make_qkv(Hq=2, Hkv=1, N=2 * block, D=D, dtype=dtype, device=device)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=2 * block, k_block=block)
-    keep = torch.zeros_like(grid.reachable.expand(1, 2, 1, 2))
+    keep = torch.zeros_like(grid.visible.expand(1, 2, 1, 2))
     keep[..., 1] = True
     mask = bs.RankedBlockMask(keep, grid, torch.zeros_like(keep, dtype=torch.int32))
     v[:, :, block:] = bad
@@ -466,7 +466,7 @@ def test_a_cpu_without_compiler_takes_any_scale(scale: float, monkeypatch: pytes
     q, k, v = make_qkv(N=100, D=16)
     spec = bs.AttentionSpec(scale=scale)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
-    mask = bs.BlockMask(grid.reachable.expand(1, 4, -1, -1).clone(), grid)
+    mask = bs.BlockMask(grid.visible.expand(1, 4, -1, -1).clone(), grid)
     got, want = bs.CpuExecutor()(q, k, v, mask, spec), bs.ReferenceExecutor()(q, k, v, mask, spec)
     torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
@@ -480,7 +480,7 @@ def test_a_cpu_without_compiler_merges_large_logits(size: float, monkeypatch: py
     q[..., 0], k[..., 0] = 1.0, size
     spec = bs.AttentionSpec(scale=1.0)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
-    mask = bs.BlockMask(grid.reachable.expand(1, 4, -1, -1).clone(), grid)
+    mask = bs.BlockMask(grid.visible.expand(1, 4, -1, -1).clone(), grid)
     small = q.clone()
     small[:, :, ::2] = 0.0
     of_all, of_small = (bs.CpuExecutor()(x, k, v, mask, spec) for x in (q, small))

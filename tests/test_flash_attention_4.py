@@ -71,7 +71,7 @@ def test_it_names_sizes_without_tiles(
     grid = bs.Grid.of(
         q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=blocks[0], k_block=blocks[1]
     )
-    mask = bs.BlockMask(grid.reachable.expand(grid.batch, grid.q_heads, -1, -1), grid)
+    mask = bs.BlockMask(grid.visible.expand(grid.batch, grid.q_heads, -1, -1), grid)
     assert len(flash_attention_4._wrong_sizes(*dims, mask, hopper=hopper)) == count
 
 

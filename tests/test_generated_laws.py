@@ -74,7 +74,7 @@ def test_executors_obey_any_mask(device: str, case: Case, share: float, seed: in
     trace = trace_of(evolve(case, selector=bs.Ranked(bs.Everything())), device)
     generator = torch.Generator().manual_seed(seed)
     grid, shape = trace.mask.grid, trace.mask.keep.shape
-    keep = grid.reachable & (torch.rand(shape, generator=generator) < share).to(device)
+    keep = grid.visible & (torch.rand(shape, generator=generator) < share).to(device)
     rank = torch.randint(-3, 9, shape, generator=generator, dtype=torch.int32).to(device)
     mask = bs.RankedBlockMask(keep, grid, rank)
     output = run(case.executor, trace, mask)
@@ -103,7 +103,7 @@ def test_nothing_outside_of_a_window_is_attended_to(device: str, case: Case, win
         assert not bool((pairs & ~inside).any())
         assert bool((pairs | (distance != 0)).all())
         assert not exact or torch.equal(pairs, inside.expand(pairs.shape))
-        assert not bool((trace.mask.keep & ~trace.mask.grid.reachable).any())
+        assert not bool((trace.mask.keep & ~trace.mask.grid.visible).any())
         assert_means(trace.output, trace.permutation, trace.mask, trace.spec.scale, trace.q, trace.k, trace.v)
 
 

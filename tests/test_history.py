@@ -100,8 +100,8 @@ def test_queries_that_see_everything_may_come_again(device: str) -> None:
 
 
 def assert_same_trace(mine: Any, its: Any) -> None:
-    reachable = its.scores.grid.reachable
-    assert torch.equal(mine.scores.values.where(reachable, 0), its.scores.values.where(reachable, 0))
+    visible = its.scores.grid.visible
+    assert torch.equal(mine.scores.values.where(visible, 0), its.scores.values.where(visible, 0))
     if its.scores.forced is not None:
         assert torch.equal(mine.scores.forced, its.scores.forced)
     assert torch.equal(mine.mask.keep, its.mask.keep)
@@ -162,7 +162,7 @@ def test_old_keys_are_not_looked_at(scorer: Any, device: str) -> None:
         spoiled[:, :, : history.tokens // 16 * 16] = float("nan")
         mine = scorer(q, spoiled, order, bs.AttentionSpec(scale=0.3), history)
         its = scorer(q, k, order, bs.AttentionSpec(scale=0.3))
-        assert torch.equal(mine.values.where(its.grid.reachable, 0), its.values.where(its.grid.reachable, 0))
+        assert torch.equal(mine.values.where(its.grid.visible, 0), its.values.where(its.grid.visible, 0))
 
 
 @each_scorer

@@ -32,7 +32,7 @@ def mask_of(
     grid = bs.Grid.of(
         q, k, order, bs.AttentionSpec(scale=1.0, causal=causal), q_block=blocks[0], k_block=blocks[1]
     )
-    return bs.BlockMask(grid.reachable.expand(*q.shape[:2], -1, -1), grid)
+    return bs.BlockMask(grid.visible.expand(*q.shape[:2], -1, -1), grid)
 
 
 def halves(N: int = 300, D: int = 128, Dv: int | None = None, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

@@ -73,7 +73,7 @@ def _keeps(
 ) -> bool:
     pipeline = bs.Pipeline(bs.Identity(), bs.VerticalSlashScorer(16), selector, bs.ReferenceExecutor())
     mask = pipeline.choose(q, k, causal=causal, window=window).mask
-    return torch.equal(mask.keep, mask.grid.reachable.expand_as(mask.keep))
+    return torch.equal(mask.keep, mask.grid.visible.expand_as(mask.keep))
 
 
 @pytest.mark.parametrize("dense_below", [None, 1e12], ids=["keeps everything", "little work"])

@@ -252,7 +252,7 @@ def test_every_selector_is_in_turn_with_each_stage() -> None:
 def test_every_composition_means_what_it_says(front: Front, causal: bool) -> None:
     """The reference is one masked softmax over the pairs that permutation and mask mean.
 
-    Only reachable blocks are members, and every causal query keeps its own key. Every selector with every order
+    Only visible blocks are members, and every causal query keeps its own key. Every selector with every order
     and with every scorer where that is causal, else what `selectors_for` names.
     """
     q, k, v = make_qkv(**SIZES | {"B": 1}, M=60, dtype=torch.float64)
@@ -260,7 +260,7 @@ def test_every_composition_means_what_it_says(front: Front, causal: bool) -> Non
         grid, pairs = trace.mask.grid, pairs_of(trace.mask)
         want = masked_attention(q, k, v, pairs, trace.spec.scale)
         torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
-        assert not bool((trace.mask.keep & ~grid.reachable).any())
+        assert not bool((trace.mask.keep & ~grid.visible).any())
         if causal:
             own = torch.arange(grid.q_len) + grid.k_len - grid.q_len
             assert bool(pairs[:, :, torch.arange(grid.q_len), own].all())
@@ -286,7 +286,7 @@ def test_every_executor_agrees(front: Front, executor: bs.Executor[Any, Any], ca
 
 @each_run
 def test_dense_limit(front: Front, executor: bs.Executor[Any, Any], device: str) -> None:
-    """Keeping everything reachable gives full attention."""
+    """Keeping everything visible gives full attention."""
     q, k, v = make_qkv(**SMALL, device=device)
     want, yardstick = (
         scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True, enable_gqa=True)
@@ -307,7 +307,7 @@ def test_selectors_reach_the_dense_limit(front: Front) -> None:
     everything: list[bs.Selector[Any, Any]] = [bs.TopCdf(1.0), bs.TopCdf(1), bs.TopK(share=1.0), bs.TopK(10**6)]
     fitting = [s for s in everything if issubclass(given, stages.needs(s, bs.Selector, 0))]
     for trace in traces(front, *make_qkv(**SIZES), fitting):
-        assert torch.equal(trace.mask.keep, trace.mask.grid.reachable.expand_as(trace.mask.keep))
+        assert torch.equal(trace.mask.keep, trace.mask.grid.visible.expand_as(trace.mask.keep))
 
 
 @each_run
@@ -449,7 +449,7 @@ def test_a_row_with_nothing_kept(executor: bs.Executor[Any, Any], device: str) -
     """gives 0 and -inf, never NaN and never uninitialised memory."""
     q, k, v = make_qkv(**SMALL | {"N": 97}, device="cpu" if isinstance(executor, bs.CpuExecutor) else device)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
-    keep = grid.reachable.expand(1, 2, -1, -1).clone()
+    keep = grid.visible.expand(1, 2, -1, -1).clone()
     keep[:, :, 4:6] = False
     keep[:, 0] = False
     mask = bs.RankedBlockMask(keep, grid, torch.full_like(keep, -1, dtype=torch.int32))
@@ -507,7 +507,7 @@ def survives(front: Front, value: float) -> None:
     v[:, :, 20, 1] = value
     for trace in traces(front, q, k, v):
         assert trace.output.out.shape == q.shape
-        assert bool((trace.mask.keep & ~trace.mask.grid.reachable).sum() == 0)
+        assert bool((trace.mask.keep & ~trace.mask.grid.visible).sum() == 0)
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_executors(executor: bs.Executor[Any, Any], layout: str, moved: str, dev
     shuffled = stages.Shuffle()(q, k, bs.AttentionSpec(scale=0.25))
     permutation = bs.GlobalPermutation(**{name: getattr(shuffled, name) for name in (f"{moved[0]}_index",)})
     grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
-    keep = (torch.rand(2, 2, grid.rows, grid.cols) < 0.7).to(device) & grid.reachable
+    keep = (torch.rand(2, 2, grid.rows, grid.cols) < 0.7).to(device) & grid.visible
     mask = bs.RankedBlockMask(keep, grid, torch.zeros_like(keep, dtype=torch.int32))
     in_rows = contiguous(q, k, v)
     want = executor(in_rows[0], in_rows[1], in_rows[2], mask, asked(mask, 0.25))
@@ -161,7 +161,7 @@ def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, devi
     """Chosen blocks and ranks that lie in any way."""
     q, k, v = make_qkv(**SIZES | {"N": 50}, M=40, device=device)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
-    keep = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.5).to(device)) & grid.reachable
+    keep = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.5).to(device)) & grid.visible
     keep = LAYOUTS[layout](keep)
     rank = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).argsort(-1).int().to(device))
     masks = [bs.RankedBlockMask(x, grid, y) for x, y in ((keep, rank), contiguous(keep, rank))]

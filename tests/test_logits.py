@@ -42,7 +42,7 @@ class SomeRows(bs.Selector[bs.BlockScores, bs.BlockMask]):
     def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
         grid = scores.grid
         row, col = (torch.arange(n, device=scores.values.device) for n in (grid.rows, grid.cols))
-        keep = grid.reachable & (row[:, None] % 3 != 1) & ((row[:, None] + col) % 3 != 0)
+        keep = grid.visible & (row[:, None] % 3 != 1) & ((row[:, None] + col) % 3 != 0)
         return bs.BlockMask(keep.expand(grid.batch, grid.q_heads, -1, -1), grid)
 
 

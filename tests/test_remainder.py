@@ -33,7 +33,7 @@ def by_query(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.Atten
                     terms, worth = [keys[kept] @ q[b, h, query] * spec.scale], [values[kept]]
                     for col in range(grid.cols):
                         tokens = slots[b, h, col][slots[b, h, col] >= 0].long()
-                        seen = all(bool(grid.sees(torch.tensor(at), tokens).all()) for at in own)
+                        seen = all(bool(grid.is_visible(torch.tensor(at), tokens).all()) for at in own)
                         if not bool(mask.per_query_head()[b, h, row, col]) and len(tokens) and seen:
                             mean = keys[tokens].mean(0)
                             terms.append((mean @ q[b, h, query] * spec.scale).expand(len(tokens)))
@@ -69,7 +69,7 @@ def test_executors_and_precisions(device: str) -> None:
     """Each executor that gives an lse, in budget of what float64 gives; a row with nothing kept has its means."""
     q, k, v = make_qkv(N=200, Hq=4, Hkv=2, D=32, device=device)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
-    keep = grid.reachable.expand(1, 4, -1, -1) & (torch.rand(1, 4, grid.rows, grid.cols) < 0.3).to(device)
+    keep = grid.visible.expand(1, 4, -1, -1) & (torch.rand(1, 4, grid.rows, grid.cols) < 0.3).to(device)
     keep = keep & (torch.arange(grid.rows, device=device) != 5)[:, None]
     mask = bs.BlockMask(keep, grid)
     spec = asked(mask, 0.2)

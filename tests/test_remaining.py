@@ -81,8 +81,8 @@ def test_auto_does(quality: bs.Quality) -> None:
             assert torch.equal(mine, whole.mask.keep[:, :, start // 128 : -(-end // 128), : mine.shape[3]])
             start = end
     # The last 128 queries are those from 972 on, in the rows of 896 and 1024.
-    assert torch.equal(whole.mask.keep[:, :, 7:], whole.mask.grid.reachable.expand_as(whole.mask.keep)[:, :, 7:])
-    assert not torch.equal(whole.mask.keep[:, :, 6], whole.mask.grid.reachable.expand_as(whole.mask.keep)[:, :, 6])
+    assert torch.equal(whole.mask.keep[:, :, 7:], whole.mask.grid.visible.expand_as(whole.mask.keep)[:, :, 7:])
+    assert not torch.equal(whole.mask.keep[:, :, 6], whole.mask.grid.visible.expand_as(whole.mask.keep)[:, :, 6])
 
 
 def test_the_call_ends_the_prompt_unless_it_says_otherwise() -> None:

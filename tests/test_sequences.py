@@ -189,8 +189,8 @@ def test_each_prompt_has_the_executor_that_it_has_alone(device: str) -> None:
     short, long = pipeline.trace(q, k, v, sequences=bs.Sequences.packed([50, 100]))
     assert short is not None
     assert long is not None
-    assert bool((short.visited.keep == short.visited.grid.reachable).all())
-    assert not bool((long.visited.keep == long.visited.grid.reachable).all())
+    assert bool((short.visited.keep == short.visited.grid.visible).all())
+    assert not bool((long.visited.keep == long.visited.grid.visible).all())
 
 
 EXECUTORS = (bs.TritonExecutor(), bs.AutoExecutor(dense_below=0), bs.CpuExecutor(), bs.ReferenceExecutor())

@@ -392,7 +392,7 @@ def test_a_rule_of_position_says_where_alone() -> None:
 
         class Mine(bs.PositionSelector):
             def where(self, grid: bs.Grid) -> Tensor:
-                return grid.reachable
+                return grid.visible
 
             def __call__(self, scores: bs.BlockScores, *, mask: bs.BlockMask | None = None) -> bs.BlockMask:
                 return super().__call__(scores, mask=mask)
@@ -403,7 +403,7 @@ def test_a_mask_of_kv_heads_lies_on_a_shared_grid() -> None:
     q, k, v = make_qkv(N=100, D=16)
     order = bs.SegmentKeySort(32, probe=16)(q, k, bs.AttentionSpec(scale=0.25))
     cut = bs.Grid.of(q, k, order, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
-    keep = cut.reachable.expand(1, 4, -1, -1).unflatten(1, (2, 2)).any(2)
+    keep = cut.visible.expand(1, 4, -1, -1).unflatten(1, (2, 2)).any(2)
     mask = bs.BlockMask(keep, cut)
     got, want = (e(q, k, v, mask, asked(mask, 0.25)).out for e in (bs.CpuExecutor(), bs.ReferenceExecutor()))
     torch.testing.assert_close(got, want)

@@ -47,7 +47,7 @@ def grid(
 
 
 def everything(cut: bs.Grid, heads: int = 4) -> bs.RankedBlockMask:
-    keep = cut.reachable.expand(cut.batch, heads, -1, -1)
+    keep = cut.visible.expand(cut.batch, heads, -1, -1)
     return bs.RankedBlockMask(keep, cut, torch.full(keep.shape, -1, dtype=torch.int32))
 
 

@@ -41,7 +41,7 @@ class SomeRows(bs.Selector[bs.BlockScores, bs.BlockMask]):
     def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
         grid = scores.grid
         row, col = (torch.arange(n, device=scores.values.device) for n in (grid.rows, grid.cols))
-        keep = grid.reachable & (row[:, None] % 5 != 1) & ((row[:, None] + col) % 3 != 0)
+        keep = grid.visible & (row[:, None] % 5 != 1) & ((row[:, None] + col) % 3 != 0)
         return bs.BlockMask(keep.expand(grid.batch, grid.q_heads, -1, -1), grid)
 
 
@@ -117,7 +117,7 @@ def test_presets_in_a_window_on_a_gpu(name: str, device: str) -> None:
     pipeline = attrs.evolve(every_preset[name](), executor=executor)
     trace = pipeline.trace(q, k, v, scale=SCALE, window=1000)
     grid = trace.mask.grid
-    assert not bool((trace.mask.keep & ~grid.reachable).any())
+    assert not bool((trace.mask.keep & ~grid.visible).any())
     assert bool((trace.mask.keep | ~grid.diagonal).all())
     want = bs.ReferenceExecutor()(q, k, v, trace.mask, asked(trace.mask, SCALE)).out
     torch.testing.assert_close(trace.output.out, want, rtol=2e-2, atol=2e-2)
@@ -157,11 +157,11 @@ def test_scorers_look_only_at_what_is_seen(scorer: bs.Scorer[Any, Any]) -> None:
             scores = scorer(given, k, permutation, bs.AttentionSpec(scale=SCALE, window=window))
             grid = scores.grid
             assert grid.window == window
-            hidden = ~grid.reachable.expand(scores.values.shape)
+            hidden = ~grid.visible.expand(scores.values.shape)
             if isinstance(scores, bs.BlockMass):
                 assert not bool(scores.values[hidden].any())
             if scores.forced is not None:
-                assert not bool((scores.forced & ~grid.reachable).any())
+                assert not bool((scores.forced & ~grid.visible).any())
             mask = bs.Everything()(scores)
             assert_means(
                 bs.CpuExecutor()(given, k, v, mask, asked(mask, SCALE)),
@@ -199,7 +199,7 @@ def test_tokens_before_the_window_change_nothing(scorer: bs.Scorer[Any, Any]) ->
     pipeline = bs.Pipeline(bs.Identity(), scorer, bs.TopK(2), bs.CpuExecutor())
     before, after = (pipeline.trace(q, *kv, scale=SCALE, window=window) for kv in ((k, v), (other_k, other_v)))
     rows = slice(-(-144 // before.mask.grid.q_block), None)
-    one, two = (x.scores.values[:, :, rows].where(x.mask.grid.reachable[:, :, rows], 0.0) for x in (before, after))
+    one, two = (x.scores.values[:, :, rows].where(x.mask.grid.visible[:, :, rows], 0.0) for x in (before, after))
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
     queries = slice(rows.start * before.mask.grid.q_block, None)
     if not (isinstance(scorer, bs.SimilarityGatedScorer) or torch.equal(one, two)):
@@ -208,14 +208,14 @@ def test_tokens_before_the_window_change_nothing(scorer: bs.Scorer[Any, Any]) ->
 
 
 def test_budgets_are_of_what_is_seen() -> None:
-    """A share is one of reachable blocks, the rescue rules add none outside, and causal mass does not dilute."""
+    """A share is one of visible blocks, the rescue rules add none outside, and causal mass does not dilute."""
     q, k, v = make_qkv(N=320, D=16, dtype=torch.float32)
     k[:, :, :16] = 4 * q.mean((0, 1, 2))  # a sink that would take the whole budget
     for selector in (bs.TopCdf(0.9), bs.TopK(2), bs.TopK(share=0.5), bs.Sink(16) | bs.Band(200), bs.Stride(2)):
         pipeline: Any = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), selector, bs.ReferenceExecutor())
         trace = pipeline.trace(q, k, v, window=64)
         grid, keep = trace.mask.grid, trace.mask.keep
-        assert not bool((keep & ~grid.reachable).any())
+        assert not bool((keep & ~grid.visible).any())
         assert bool((keep | ~grid.diagonal).all())
         assert float(trace.density().max()) <= 1
         if isinstance(selector, bs.TopCdf):

@@ -37,7 +37,7 @@ REFERENCE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
 FAMILIES = re.compile(r"^::: blocksparse\.(?P<folder>order|score|select|execute|presets)$", re.MULTILINE)
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
 WORDS = (
-    "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "reachable", "forced", "band", "sink",
+    "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "visible", "forced", "band", "sink",
     "probe", "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN",
     "window of a text",
 )  # fmt: skip

@@ -23,7 +23,7 @@ class Grid(BlockGrid):
     When causal, the queries are the last `q_len` of `k_len` positions. A query at position `p` sees the keys at `k
     <= p`, with a sliding window only those at `p - window < k <= p`. Rows are cut where those of the *whole*
     prompt are. When a chunk starts inside a block, the first `q_lead` slots of row 0 are empty. So a row means the
-    same queries however the prompt is chunked. `reachable`, `full` and `diagonal` follow from the first and the
+    same queries however the prompt is chunked. `visible`, `full` and `diagonal` follow from the first and the
     last original position of each block alone, for any permutation.
 
     A grid belongs to one permutation and holds it, so that scores, masks and executors can compare theirs.

@@ -84,7 +84,9 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
         logits = self.spec.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.spec.scale)
         grid, key = self.visited.grid, torch.arange(self.k.shape[2], device=query.device)
-        logits = logits.masked_fill(~grid.sees((query + grid.first_position).unsqueeze(-1), key), float("-inf"))
+        logits = logits.masked_fill(
+            ~grid.is_visible((query + grid.first_position).unsqueeze(-1), key), float("-inf")
+        )
         return logits.softmax(-1), logits.logsumexp(-1), allowed
 
 

@@ -122,7 +122,7 @@ class OwnSelector(bs.Selector[bs.BlockScores, bs.BlockMask]):
     """A stage of a user."""
 
     def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
-        return bs.BlockMask(scores.grid.reachable.expand(scores.values.shape), scores.grid)
+        return bs.BlockMask(scores.grid.visible.expand(scores.values.shape), scores.grid)
 
 
 def pipeline(selector: bs.Selector[Any, Any], scorer: bs.Scorer[Any, Any] | None = None) -> AnyPipeline:

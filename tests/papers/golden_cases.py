@@ -32,7 +32,7 @@ def differing(mask: bs.BlockMask, case: Golden, against: str = "mask") -> Tensor
     """
     suffix = against.removeprefix("mask")
     golden, fragile = (torch.from_numpy(case.arrays[name]) for name in (against, "fragile" + suffix))
-    return ((mask.keep != (golden & mask.grid.reachable)) & ~fragile).nonzero()
+    return ((mask.keep != (golden & mask.grid.visible)) & ~fragile).nonzero()
 
 
 def assert_same_output(out: Tensor, case: Golden, *, atol: float = 2e-5) -> None:

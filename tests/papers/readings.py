@@ -77,7 +77,7 @@ class Small:
         return torch.tensor([[rule(row, col) for col in self.cols] for row in self.rows])
 
     @property
-    def reachable(self) -> Tensor:
+    def visible(self) -> Tensor:
         return self.among(lambda row, col: not self.causal or col.start < row.stop)
 
 
@@ -113,7 +113,7 @@ def check(
         want, *orders = found if isinstance(found, tuple) else (found,)
         keep = trace.mask.per_query_head()
         assert torch.equal(keep, want.expand_as(keep)), (turn, case.q.shape, case.k.shape)
-        kept, total = kept + int(keep.sum()), total + int(trace.mask.grid.reachable.expand_as(keep).sum())
+        kept, total = kept + int(keep.sum()), total + int(trace.mask.grid.visible.expand_as(keep).sum())
         pairs = _pairs(case, want.expand_as(keep), *orders)
         out = _attention(case, pairs)
         torch.testing.assert_close(trace.output.out, out, rtol=0, atol=1e-10)

@@ -319,7 +319,7 @@ def test_query_heads_of_a_group_draw_alike() -> None:
     q, k, _ = make_qkv(B=2, Hq=8, Hkv=2, N=4096, D=1)
     scores = bs.NoScorer(16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0))
     mask = bs.SharedByGroup(Random(0.1))(scores)
-    below = mask.grid.reachable[0, 0] & ~mask.grid.diagonal[0, 0]
+    below = mask.grid.visible[0, 0] & ~mask.grid.diagonal[0, 0]
     assert mask.keep.shape == (2, 2, 256, 256)
     assert torch.equal(mask.keep[0], mask.keep[1])
     assert_rate(mask.keep[0][:, below], 0.1, 1)
@@ -383,7 +383,7 @@ def test_rescues_do_not_depend_on_chunks(rule: bs.PositionSelector) -> None:
         scores = bs.NoScorer(64)(q[:, :, start:], k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0))
         tiles = bs.OnTiles(rule, 4)(scores)
         grid = tiles.grid
-        assert torch.equal(tiles.keep[0], (whole[:, start // 16 :] | grid.diagonal[0]) & grid.reachable[0])
+        assert torch.equal(tiles.keep[0], (whole[:, start // 16 :] | grid.diagonal[0]) & grid.visible[0])
 
 
 # The preset
@@ -411,7 +411,7 @@ def test_rescue_is_on_tiles_or_on_blocks() -> None:
     for coarse in (False, True):
         _, without = choose(bfla(0.5, **plain, coarse_rescue=coarse), q, k)
         _, mask = choose(bfla(0.5, **rescue, coarse_rescue=coarse), q, k)
-        below = mask.grid.reachable[0, 0] & ~mask.grid.diagonal[0, 0]
+        below = mask.grid.visible[0, 0] & ~mask.grid.diagonal[0, 0]
         block = 128 if coarse else 32
         rule = positions(Stride(4, 3), 1024, block=block) | positions(
             Random(0.1, 3), 1024, block=block, Hkv=2, Hq=2
@@ -428,11 +428,11 @@ def test_mask_is_shared_by_group_and_bounded() -> None:
     scores, mask = choose(bfla(0.6, **plain), q, k)
     union = bs.TopCdf(0.6)(scores).keep.unflatten(1, (2, 3)).any(2)
     fine = union.repeat_interleave(4, -1).repeat_interleave(4, -2)[:, :, 200 % 64 // 16 :][..., : mask.grid.cols]
-    fine = fine[:, :, : mask.grid.rows] & mask.grid.reachable
+    fine = fine[:, :, : mask.grid.rows] & mask.grid.visible
     sink = mask.grid.holding_first(32)
     assert torch.equal(mask.keep, fine | sink | mask.grid.diagonal)
     _, dense = choose(bfla(1.0, **plain), q, k)
-    assert torch.equal(dense.keep, dense.grid.reachable.expand_as(dense.keep))
+    assert torch.equal(dense.keep, dense.grid.visible.expand_as(dense.keep))
 
 
 def test_aligned_chunks_choose_alike() -> None:

@@ -24,7 +24,7 @@ def reading(case: Small, *, last: int = 0) -> Tensor:
     end = case.k.shape[2]
     near = case.among(lambda row, col: 0 <= row.start // 8 - col.start // 8 < 2 or col.start < 8)
     dense = case.among(lambda row, _: row.stop > end - last)
-    return (torch.stack(kept, 2) | near | dense) & case.reachable
+    return (torch.stack(kept, 2) | near | dense) & case.visible
 
 
 def test_masks_outputs_and_chunks() -> None:

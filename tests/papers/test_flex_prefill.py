@@ -319,7 +319,7 @@ def test_a_diagonal_in_blocks() -> None:
         [0, 3, 4, 5],
     ]
     assert [kept(mask, row, 1) for row in range(6)] == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 2, 4], [0, 2, 3, 5]]
-    at = scores.blocks_at(scores.slash > 0) & scores.grid.reachable
+    at = scores.blocks_at(scores.slash > 0) & scores.grid.visible
     assert [at[0, 0, row].nonzero().flatten().tolist() for row in range(4)] == [[], [0], [0, 1], [1, 2]]
     assert [at[0, 1, row].nonzero().flatten().tolist() for row in range(4)] == [[], [], [0], [1]]
 
@@ -464,7 +464,7 @@ def test_global_top_cdf_ties_go_to_the_lower_row_and_column() -> None:
 def test_router_takes_each_head_its_way() -> None:
     vertical = torch.full((4, 64), 1 / 64)
     scores = attrs.evolve(lines(64, vertical=vertical), divergence=torch.tensor([[0.05, 0.25, 0.5, float("nan")]]))
-    everything = scores.grid.reachable[0, 0].sum()
+    everything = scores.grid.visible[0, 0].sum()
     for tau, dense in (
         (0.25, [True, False, False, False]),
         ([0.01, 0.3, 0.6, 0.8], [False, True, True, False]),

@@ -57,7 +57,7 @@ def test_minference_tiles_only_add(name: str) -> None:
     case, trace = load(name), minf(name, as_released=True)
     selector = VerticalSlashTopK(case.params["vertical_size"], case.params["slash_size"], released=True)
     lines = trace.scores.columns_holding(selector.keys(trace.scores))
-    lines = (lines | trace.scores.blocks_at(selector.distances(trace.scores))) & trace.mask.grid.reachable
+    lines = (lines | trace.scores.blocks_at(selector.distances(trace.scores))) & trace.mask.grid.visible
     golden = torch.from_numpy(case.arrays["mask"])
     assert bool((lines <= golden).all())
     assert int(lines.sum()) > 0.93 * int(golden.sum())
@@ -157,7 +157,7 @@ def test_keys_that_the_nearest_distances_keep_take_no_budget() -> None:
 def test_no_budget_is_too_large() -> None:
     scores = scores_of(83, vertical=[40], slash=[30])
     mask = VerticalSlashTopK(1000, 6096)(scores)
-    assert torch.equal(mask.keep, mask.grid.reachable)
+    assert torch.equal(mask.keep, mask.grid.visible)
 
 
 def test_budgets_per_head() -> None:
@@ -194,7 +194,7 @@ def test_released_tiles_against_a_loop(M: int) -> None:
         slow = slow_tiles(distances[0, head].nonzero().flatten().tolist(), 8, B16)[-scores.grid.rows :]
         for row, columns in enumerate(slow):
             assert set(tiles[0, head, row].nonzero().flatten().tolist()) == {c for c in columns if c < 8}
-    late = (tiles & ~scores.blocks_at(distances) & scores.grid.reachable).sum()
+    late = (tiles & ~scores.blocks_at(distances) & scores.grid.visible).sum()
     assert int(late) > 0  # or the case shows nothing
 
 
@@ -238,11 +238,11 @@ def test_last_queries() -> None:
         keep = bs.Pipeline(bs.Identity(), bs.NoScorer(B16), LastQueries(19), reference).trace(
             q, k, v, causal=causal
         )
-        reachable = keep.mask.grid.reachable.expand_as(keep.mask.keep)
-        assert (keep.mask.keep == reachable).all(-1)[0, 0].tolist() == rows
+        visible = keep.mask.grid.visible.expand_as(keep.mask.keep)
+        assert (keep.mask.keep == visible).all(-1)[0, 0].tolist() == rows
     # Rows lie on the grid of the prompt, and the last 19 queries begin at 64: on tiles of 4, the last five rows.
     fine = bs.Pipeline(bs.Identity(), bs.NoScorer(B16), bs.OnTiles(LastQueries(19), 4), reference).trace(q, k, v)
-    assert int((fine.mask.keep == fine.mask.grid.reachable).all(-1)[0, 0].sum()) == 5
+    assert int((fine.mask.keep == fine.mask.grid.visible).all(-1)[0, 0].sum()) == 5
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -72,8 +72,8 @@ def test_pbs_attn_threshold_one_keeps_everything() -> None:
     """The authors' code keeps nothing in rows whose rounded sum misses 1.0; the paper keeps all."""
     case = load(EMPTIES_ROWS)
     trace = pbs(case, as_released=True)
-    assert torch.equal(trace.mask.keep, trace.mask.grid.reachable.expand_as(trace.mask.keep))
-    assert bool(((torch.from_numpy(case.arrays["mask"]) & trace.mask.grid.reachable) <= trace.mask.keep).all())
+    assert torch.equal(trace.mask.keep, trace.mask.grid.visible.expand_as(trace.mask.keep))
+    assert bool(((torch.from_numpy(case.arrays["mask"]) & trace.mask.grid.visible) <= trace.mask.keep).all())
 
 
 @pytest.mark.parametrize("name", [name for name in PBS if name not in (DENSE, EMPTIES_ROWS)])

@@ -47,9 +47,9 @@ def test_own_segment_and_first_token_come_on_top_of_the_threshold() -> None:
 def test_threshold_one_keeps_everything_and_heads_may_differ() -> None:
     q, k, v = make_qkv(N=300, D=16)
     trace = pbs_attn_plus([1, 1, 0.3, 0.3], stride=4, block=16, S=32, executor=REFERENCE).trace(q, k, v)
-    reachable = trace.mask.grid.reachable.expand_as(trace.mask.keep)
-    assert torch.equal(trace.mask.keep[:, :2], reachable[:, :2])
-    assert int(trace.mask.keep[:, 2:].sum()) < 0.7 * int(reachable[:, 2:].sum())
+    visible = trace.mask.grid.visible.expand_as(trace.mask.keep)
+    assert torch.equal(trace.mask.keep[:, :2], visible[:, :2])
+    assert int(trace.mask.keep[:, 2:].sum()) < 0.7 * int(visible[:, 2:].sum())
 
 
 @pytest.mark.parametrize("name", STRUCTURED)

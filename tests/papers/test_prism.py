@@ -28,9 +28,9 @@ def reading(case: Small, temperature: float | None = None) -> Tensor:
         else:
             t = torch.tensor(temperature)
         logits = mine @ its.mT / (math.sqrt(len(band)) * t)
-        kept = kept | holding(logits.masked_fill(~case.reachable, float("-inf")).softmax(-1), MASS)
+        kept = kept | holding(logits.masked_fill(~case.visible, float("-inf")).softmax(-1), MASS)
     own = case.among(lambda row, col: row.start // 8 == col.start // 8 or col.start == 0)
-    return (kept | own) & case.reachable
+    return (kept | own) & case.visible
 
 
 @some_cases
@@ -56,7 +56,7 @@ def test_how_much_a_choice_depends_on_later_tokens(temperature: float | None, mo
     pipeline = bs.prism(temperature=temperature, executor=bs.ReferenceExecutor())
     changed = [torch.cat((x[:, :, :2048], y[:, :, 2048:]), 2) for x, y in zip((q, k), other, strict=False)]
     before, after = (pipeline.choose(*x).mask for x in ((q, k), changed))
-    reach = before.grid.reachable[:, :, :16].expand(1, 4, -1, -1)
+    reach = before.grid.visible[:, :, :16].expand(1, 4, -1, -1)
     share = (before.keep ^ after.keep)[:, :, :16][reach].double().mean()
     assert share <= most
     assert (share > 0) == (temperature is None)

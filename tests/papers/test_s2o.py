@@ -564,7 +564,7 @@ def test_prefix_order_scores(N: int, M: int, per_query_head: bool) -> None:
             there = (token >= 0) & (token < n * S)
             want = weight.gather(-1, token.where(there, 0)).where(there, 0.0).sum(-1) if n else torch.zeros(2, 4)
             torch.testing.assert_close(scores.values[:, :, row, column], want.double())
-            own = (token >= n * S).any(-1) & grid.reachable[:, :, row, column]
+            own = (token >= n * S).any(-1) & grid.visible[:, :, row, column]
             assert torch.equal(scores.forced[:, :, row, column].expand_as(own), own)
 
 
@@ -578,7 +578,7 @@ def test_prefix_order_without_groups() -> None:
             torch.testing.assert_close(trace.scores.values.sum(-1), torch.ones(2, 4, trace.mask.grid.rows))
             assert trace.scores.forced is None
             assert float(trace.density().mean()) < 0.9
-            assert bool((trace.scores.values.masked_fill(trace.mask.grid.reachable, 0.0) == 0).all())
+            assert bool((trace.scores.values.masked_fill(trace.mask.grid.visible, 0.0) == 0).all())
 
 
 def test_a_share_of_the_order_instead_of_a_stop() -> None:

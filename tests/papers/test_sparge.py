@@ -126,8 +126,8 @@ def test_default_differs_where_it_says(name: str) -> None:
         assert bool((keep <= released).all())  # the last row was dense
         assert torch.equal(keep, released) == (case.q.shape[2] % case.params["BLKK"] == 0)
         return
-    share, reachable = case.params["topk"], ours.mask.grid.reachable.sum(-1)
-    expected = (share * reachable).ceil() if case.params["is_causal"] else torch.tensor(3.0)  # .3 of 8, rounded up
+    share, visible = case.params["topk"], ours.mask.grid.visible.sum(-1)
+    expected = (share * visible).ceil() if case.params["is_causal"] else torch.tensor(3.0)  # .3 of 8, rounded up
     counted = keep & ~ours.mask.grid.diagonal
     assert bool((counted.sum(-1) <= expected).all())
     assert bool((keep.sum(-1) >= expected).all())
@@ -226,7 +226,7 @@ def test_below_every_similarity_the_gate_is_open(
         assert torch.equal(unmeasured.forced, plain.forced)
     assert torch.equal(ours.values, plain.values)
     assert ours.forced is not None
-    forced = torch.zeros_like(ours.forced) if plain.forced is None else plain.forced & plain.grid.reachable
+    forced = torch.zeros_like(ours.forced) if plain.forced is None else plain.forced & plain.grid.visible
     assert torch.equal(ours.forced, forced.expand_as(ours.forced))
 
 
@@ -237,7 +237,7 @@ def test_at_one_everything_is_kept(inner: bs.Scorer[bs.GlobalPermutation, bs.Blo
     q, k, _ = make_qkv(B=2, N=83, M=60, D=16)
     for x, y in ((q, k), (torch.full_like(q, 0.3), torch.full_like(k, 0.3))):
         mask = bs.TopCdf(0.3, crossing=False)(score(gate(inner, 1), x, y, causal=causal))
-        assert torch.equal(mask.keep, mask.grid.reachable.expand_as(mask.keep))
+        assert torch.equal(mask.keep, mask.grid.visible.expand_as(mask.keep))
 
 
 @pytest.mark.parametrize(("M", "N"), [(129, 129), (100, 129), (37, 129), (129, 128), (3, 83), (1, 1)])
@@ -259,7 +259,7 @@ def test_gate_by_its_definition(
     if plain.forced is not None:
         forced = forced | plain.forced
     assert ours.forced is not None
-    assert torch.equal(ours.forced, forced & grid.reachable)
+    assert torch.equal(ours.forced, forced & grid.visible)
     assert torch.equal(ours.values, plain.values * similar_k[..., None, :])
 
 
@@ -294,7 +294,7 @@ def test_a_row_without_a_similar_key_block_has_no_nan(causal: bool) -> None:
     q[:] = 1.0  # every query block is similar
     k = torch.randn(k.shape, generator=torch.Generator().manual_seed(0))  # and no key block
     trace = sparge(0.5, 0.6, block=32, k_block=16, executor=bs.ReferenceExecutor()).trace(q, k, v, causal=causal)
-    assert torch.equal(trace.mask.keep, trace.mask.grid.reachable.expand_as(trace.mask.keep))
+    assert torch.equal(trace.mask.keep, trace.mask.grid.visible.expand_as(trace.mask.keep))
     assert bool((trace.scores.values == 0).all())
     assert bool(trace.output.out.isfinite().all())
 
@@ -379,11 +379,11 @@ def test_topk_counts_similar_blocks_alone(causal: bool) -> None:
     q, k, v = make_qkv(N=512, D=16)
     pipeline = sparge(share=0.25, theta=0.5, block=32, k_block=16, smooth_k=False, executor=bs.ReferenceExecutor())
     trace = pipeline.trace(q, k, v, causal=causal)
-    forced, reachable = trace.scores.forced, trace.mask.grid.reachable
+    forced, visible = trace.scores.forced, trace.mask.grid.visible
     assert forced is not None
-    free = reachable & ~forced
+    free = visible & ~forced
     chosen = (trace.mask.keep & free).sum(-1)
-    assert bool((chosen >= (0.25 * reachable.sum(-1)).ceil().minimum(free.sum(-1))).all())
+    assert bool((chosen >= (0.25 * visible.sum(-1)).ceil().minimum(free.sum(-1))).all())
     assert 0.1 < float(forced.float().mean()) < 0.9
 
 

@@ -49,12 +49,12 @@ def reading(case: Small, decay: float, weight: float, lengths: tuple[float, floa
             bonus = torch.stack([above[cell] for cell in cells]).mean(0).repeat_interleave(group, 1)
             scores.append(logit + weight * bonus)
         rows.append(torch.stack(scores, 2))
-    scored = torch.stack(rows, 2).masked_fill(~case.reachable, float("-inf"))
+    scored = torch.stack(rows, 2).masked_fill(~case.visible, float("-inf"))
     n = len(case.cols)
     falling = torch.linspace(K, K * decay, max(n - K, 1), dtype=torch.float64).floor().clamp_min(1).tolist()
     number = [K if row.start // 8 < K else falling[row.start // 8 - K] for row in case.rows]
     near = case.among(lambda row, col: 0 <= row.start // 8 - col.start // 8 < 2 or col.start < 8)
-    return (top(scored, torch.tensor(number).unsqueeze(1)) | near) & case.reachable
+    return (top(scored, torch.tensor(number).unsqueeze(1)) | near) & case.visible
 
 
 @some_cases

@@ -30,7 +30,7 @@ def test_sparse_layers(cases: range) -> None:
         def held(row: range, col: range) -> bool:
             return any(j <= i and (j < 3 or i - j < 9) for i in row for j in col) or row.stop > N - 5
 
-        return case.among(held) & case.reachable
+        return case.among(held) & case.visible
 
     def preset(_: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask]:
         pipeline = bs.triangle_mix(1, 3, 9, 5, block=8, executor=bs.ReferenceExecutor()).resolve(2)[1]

@@ -11,7 +11,7 @@ from tests.papers.readings import Small, check, holding, small, some_cases, top
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.masks.reach import counter_hash
+from blocksparse.kernels.masks.visibility import counter_hash
 
 Grid = tuple[int, int, int]
 REFERENCE = bs.ReferenceExecutor()

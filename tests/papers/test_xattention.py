@@ -61,7 +61,7 @@ def test_xattention_keeps_less_than_the_released_slip(name: str) -> None:
     """The released selection runs a step late in its first chunk, and so keeps more than the target needs."""
     case = load(name)
     trace = run(case, as_released=True)
-    theirs = torch.from_numpy(case.arrays["mask"]) & trace.mask.grid.reachable
+    theirs = torch.from_numpy(case.arrays["mask"]) & trace.mask.grid.visible
     assert bool((trace.mask.keep <= theirs).all())
     assert int(theirs.sum()) > 1.05 * int(trace.mask.keep.sum())
     kept = (trace.scores.values * trace.mask.keep).sum(-1) / trace.scores.values.sum(-1)
@@ -85,7 +85,7 @@ def test_golden_outputs_are_attention_over_their_mask(name: str) -> None:
     case = load(name)
     trace = run(case, as_released=True)
     grid = trace.mask.grid
-    mask = bs.BlockMask(torch.from_numpy(case.arrays["mask"]) & grid.reachable, grid)
+    mask = bs.BlockMask(torch.from_numpy(case.arrays["mask"]) & grid.visible, grid)
     out = bs.ReferenceExecutor()(case.q, case.k, case.v, mask, asked(mask, trace.spec.scale)).out
     assert_same_output(out, case)
 

@@ -82,9 +82,9 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def everything(q: Tensor, k: Tensor, spec: AttentionSpec, heads: int, *, q_block: int, k_block: int) -> BlockMask:
-    """The mask of what dense attention visits, for `heads` heads: all that is reachable in original order."""
+    """The mask of what dense attention visits, for `heads` heads: all that is visible in original order."""
     grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=q_block, k_block=k_block)
-    return BlockMask(grid.reachable.expand(grid.batch, heads, -1, -1), grid)
+    return BlockMask(grid.visible.expand(grid.batch, heads, -1, -1), grid)
 
 
 def _chunk_mask(M: int, N: int) -> Any:

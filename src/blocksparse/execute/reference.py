@@ -62,7 +62,7 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
             slots = mask.slots(row).gather(2, index)
             slots = slots.masked_fill(~kept.unsqueeze(-1), -1).flatten(-2)  # [B, Hq, count * k_block]
 
-            allowed = grid.sees((query + grid.first_position).unsqueeze(-1), slots.unsqueeze(-2))
+            allowed = grid.is_visible((query + grid.first_position).unsqueeze(-1), slots.unsqueeze(-2))
             token = slots.clamp_min(0).long()
             logits = spec.capped(products(rows, k[batch, head, token].to(dtype)) * spec.scale)
             logits = logits.masked_fill(~allowed, float("-inf"))

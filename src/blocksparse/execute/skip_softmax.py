@@ -142,7 +142,7 @@ def _attend(
         query = mask.queries(row)  # [B, Hq, m]
         rows = q.gather(2, query.unsqueeze(-1).expand(*query.shape, q.shape[-1])).to(dtype)
         taken = keep[:, :, row].repeat_interleave(grid.k_block, -1).unsqueeze(2)
-        allowed = taken & grid.sees((query + grid.first_position).unsqueeze(-1), k_at.unsqueeze(2))
+        allowed = taken & grid.is_visible((query + grid.first_position).unsqueeze(-1), k_at.unsqueeze(2))
         logits = spec.capped(products(rows, keys) * spec.scale).masked_fill(~allowed, float("-inf"))
         if skip is not None:
             whole = full[:, :, row].repeat_interleave(grid.k_block // tile, -1).unsqueeze(2)  # [B, Hq, 1, tiles]

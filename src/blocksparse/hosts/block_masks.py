@@ -68,7 +68,7 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
         )
     # A mask that was made for one head may have a function that tells heads apart all the same.
     _check_pairs(block_mask, partial.expand(B, Hq, -1, -1), N - M if causal else None)
-    keep = (partial | full) & grid.reachable
+    keep = (partial | full) & grid.visible
     return BlockMask(keep.expand(B, Hq, -1, -1), grid)
 
 

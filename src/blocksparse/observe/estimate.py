@@ -183,7 +183,7 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         # [B, Hq, some, end]
         logits = spec.capped(products(_rows(q, some), k[:, :, :end]) * spec.scale)
         if causal:
-            seen = trace.mask.grid.sees(some.unsqueeze(-1) + (N - M), key[:end])
+            seen = trace.mask.grid.is_visible(some.unsqueeze(-1) + (N - M), key[:end])
             logits.masked_fill_(~seen, float("-inf"))
         most = logits.amax(-1, keepdim=True)
         weights = logits.sub_(most).exp_()

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize, pad
 from blocksparse.check.class_line import Declared, check_takes, declared
 from blocksparse.check.validators import a, block_size, count, flag, hash_seed, multiple, size, whole
 from blocksparse.kernels.gemm.products import products, wide_dtype
-from blocksparse.kernels.masks.reach import counter_hash
+from blocksparse.kernels.masks.visibility import counter_hash
 from blocksparse.kernels.order.segments import key_importance, segment_sort
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
 from blocksparse.spec import AttentionSpec

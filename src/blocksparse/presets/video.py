@@ -59,7 +59,7 @@ def sparge(
             one per query head. If neither this nor `share` is given, it is 0.98.
         theta: a block is judged by its mean only if its self-similarity is greater than this; a number, or one per
             query head. If None, 0.6; with `share` -0.1, so that every block is judged by its mean.
-        share: keep this share of a row's reachable key blocks instead of a share of its mass.
+        share: keep this share of a row's visible key blocks instead of a share of its mass.
         block: tokens per query block.
         k_block: tokens per key block.
         attention_sink: also keep the block that holds token 0.
@@ -114,7 +114,7 @@ def subblock(
     """Keep a share of a row's blocks: those whose sub-blocks, known by their means, weigh most in sum.
 
     Args:
-        share: share of a row's reachable blocks to keep; a number, or one per query head.
+        share: share of a row's visible blocks to keep; a number, or one per query head.
         cell: tokens per sub-block.
         block: tokens per block, a multiple of `cell`.
         order: a permuter, such as `HilbertOrder(grid)`; `Identity()`, as in the released code, if None.
@@ -180,7 +180,7 @@ def dfs_attn(
     """Keep the share of a row's blocks that hold the most of a softmax over small cells, each known by its means.
 
     Args:
-        share: share of a row's reachable blocks to keep; a number, or one per query head.
+        share: share of a row's visible blocks to keep; a number, or one per query head.
         cell: tokens per cell.
         block: tokens per block, a multiple of `cell`.
         order: `HilbertOrder(grid)`, as the method has it, and `HilbertOrder()` where a host knows the grid; tokens

@@ -34,7 +34,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
     it is the product of mean queries and mean keys, one for each slot of a cell. This takes a `block / stride`-th
     of the multiplications of XAttention. The bonus of a cell is the log of its longest value, in deviations above
     the mean of the head, times `weight`; 0 if it is below the mean. A block takes the mean of its cells. Blocks
-    that are not reachable hold -inf.
+    that are not visible hold -inf.
 
     Args:
         stride: side of a cell.
@@ -66,7 +66,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
             q.shape[1] // keys.shape[1], 1
         )
         logits = logits + self.weight * bonus.unsqueeze(2)
-        return BlockLogits(logits.masked_fill(~grid.reachable, float("-inf")), grid)
+        return BlockLogits(logits.masked_fill(~grid.visible, float("-inf")), grid)
 
     def _bonus(self, v: Tensor, block: int) -> Tensor:
         """Bonus of each block for long values, `[B, H, cols]`, from `v` `[B, H, N, Dv]` in slots."""

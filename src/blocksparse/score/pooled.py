@@ -48,7 +48,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the product of a block's mean query and mean key (PBS-Attn, appendix B.1).
 
     In a causal call, after a permuter that keeps keys inside segments of whole blocks, such as `SegmentKeySort`,
-    the segment of a row is forced. It takes no part in the softmax. Otherwise every reachable block is scored.
+    the segment of a row is forced. It takes no part in the softmax. Otherwise every visible block is scored.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
@@ -109,7 +109,7 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
     """The logit of a block's mean query and mean key: the mean logit of all pairs of the block.
 
     `MeanPoolScorer` takes a softmax of these over a row. Without it, logits can be compared with their mean and
-    standard deviation (`MeanStd`). Blocks that are not reachable hold -inf.
+    standard deviation (`MeanStd`). Blocks that are not visible hold -inf.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
@@ -136,7 +136,7 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
         )
         logits = block_products(queries, keys, grid) * spec.scale
         variance = None if self.variance == "exact" else _diagonal(queries * spec.scale, keys, grid)
-        return BlockLogits(logits.masked_fill(~grid.reachable, float("-inf")), grid, variance=variance)
+        return BlockLogits(logits.masked_fill(~grid.visible, float("-inf")), grid, variance=variance)
 
     def alignment(self, causal: bool) -> int:
         return lcm(self.block, self.k_block or 1)
@@ -155,11 +155,11 @@ def _diagonal(queries: Tensor, keys: Tensor, grid: Grid) -> Tensor:
     keys = keys.repeat_interleave(grid.q_heads // keys.shape[1], dim=1)
     squares = keys.square()
     bad = ~squares.isfinite()  # which 0 times the share of a row that does not reach it would not keep out
-    share = grid.reachable.to(keys.dtype).expand(*queries.shape[:2], -1, -1)
+    share = grid.visible.to(keys.dtype).expand(*queries.shape[:2], -1, -1)
     share = share / share.sum(-1, keepdim=True).clamp_min(1)
     mean, square = (products(share, x.masked_fill(bad, 0.0).mT) for x in (keys, squares))  # [B, Hq, rows, D]
     variance: Tensor = (queries.square() * (square - mean.square()).clamp_min(0)).sum(-1)
-    return variance.masked_fill((grid.reachable & bad.any(-1).unsqueeze(2)).any(-1), float("nan"))
+    return variance.masked_fill((grid.visible & bad.any(-1).unsqueeze(2)).any(-1), float("nan"))
 
 
 part_of_all = Rule(

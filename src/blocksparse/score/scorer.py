@@ -15,7 +15,7 @@ from blocksparse.check.per_head import PerHead
 from blocksparse.check.validators import block_size, maybe_whole, optional, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.spec import AttentionSpec
@@ -179,10 +179,10 @@ def segment_of(permutation: GlobalPermutation, grid: Grid) -> int | None:
 
 def own_segment(grid: Grid, segment: int | None) -> Tensor | None:
     """The blocks that PBS-Attn forces: those of the row's own segment; None without segments or if not causal."""
-    return within_reach(None, grid, segment=segment) if segment is not None and grid.causal else None
+    return keep_visible(None, grid, segment=segment) if segment is not None and grid.causal else None
 
 
-def reach_of(cells: Grid) -> dict[str, Tensor]:
+def visibility_of(cells: Grid) -> dict[str, Tensor]:
     """Fields of `Cells` for a grid whose blocks are cells, or rows of blocks by groups of keys."""
     reach = {"q_last": cells.q_last.squeeze(3), "k_first": cells.k_first.squeeze(2)}
     if cells.window is not None:

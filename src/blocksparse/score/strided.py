@@ -21,13 +21,13 @@ from blocksparse.check.validators import block_size, flag, maybe_whole, multiple
 from blocksparse.grid import Grid
 from blocksparse.kernels.gemm.products import Cells, cells_behind
 from blocksparse.kernels.masks.grid import AlwaysKept
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.score.block_softmax import block_softmax
 from blocksparse.kernels.score.cell_mass import cell_mass
 from blocksparse.kernels.score.cell_means import cell_mean, cell_means, group_max
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
-from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits, own_segment, reach_of, segment_of
+from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits, own_segment, segment_of, visibility_of
 from blocksparse.spec import AttentionSpec
 
 Pattern = Literal["antidiagonal", "slash", "sum"]
@@ -91,7 +91,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         offset = k.shape[2] - q.shape[2] if spec.causal else 0
         lead, slots, weight = offset % self.stride, self.stride, spec.scale / self.stride
         segment = None if self.forced else segment_of(permutation, grid)
-        reach = _cell_reach(q, k, permutation, spec, grid, self.stride)
+        reach = _cell_visibility(q, k, permutation, spec, grid, self.stride)
         if self.pattern == "sum":
             queries, keys = self._means(q, k, permutation, lead, history)
             lead, slots, weight = 0, 1, spec.scale
@@ -135,14 +135,14 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
         if not (self.forced and grid.causal):
             return own_segment(grid, segment)
-        counted: Tensor = within_reach(None, grid, always=AlwaysKept(first=1), diagonal=True)
+        counted: Tensor = keep_visible(None, grid, always=AlwaysKept(first=1), diagonal=True)
         return counted
 
     def alignment(self, causal: bool) -> int:
         return lcm(self.block, self.k_block or 1)
 
 
-def _cell_reach(
+def _cell_visibility(
     q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, grid: Grid, stride: int
 ) -> dict[str, Any]:
     """Fields of `Cells` that say by positions which cells may meet; none where their indices say as much."""
@@ -153,7 +153,7 @@ def _cell_reach(
     cells = Grid.of(q, k, permutation, spec, q_block=stride, k_block=stride)
     if permutation.q_index is None and permutation.k_index is not None:
         cells = cells.shared() if permutation.k_index.shape[1] == k.shape[1] else cells
-    return reach_of(cells)
+    return visibility_of(cells)
 
 
 @final
@@ -194,7 +194,7 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
         mass = cell_mass(
             permutation.gather_queries(q),
             keys,
-            Cells(1, 0, self.block, 1, spec.causal, padded_tail=False, **_row_reach(grid)),
+            Cells(1, 0, self.block, 1, spec.causal, padded_tail=False, **_row_visibility(grid)),
             first_cell=grid.first_position,
             segment=None,
             weight=spec.scale,
@@ -207,7 +207,7 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
         return lcm(self.block, self.k_block or 1)
 
 
-def _row_reach(grid: Grid) -> dict[str, Any]:
+def _row_visibility(grid: Grid) -> dict[str, Any]:
     """Fields of `Cells` by which a query reaches the blocks whose last token it may see."""
     if not grid.causal:
         return {}
@@ -257,7 +257,7 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
         reach: dict[str, Any] = {}
         if spec.causal and (permutation.q_index is not None or permutation.k_index is not None):
-            reach = reach_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
+            reach = visibility_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
         elif grid.window is not None:
             reach["behind"] = cells_behind(grid.window, self.g)
         high, wide = self.block // self.g, k_block // self.g

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from blocksparse.check.validators import is_whole, shown
 from blocksparse.grid import Grid
-from blocksparse.kernels.masks.reach import any_head, within_reach
+from blocksparse.kernels.masks.visibility import any_head, keep_visible
 
 
 @frozen(eq=False)
 class BlockMask:
     """Block mask: the set of blocks that are kept.
 
-    Only reachable blocks may be in it.
+    Only visible blocks may be in it.
 
     Together with the permutation of its grid, a mask means a set of (query, key) pairs. These are all pairs of
     slots in kept blocks, with each slot replaced by the token that the index maps put there. Pairs that causality
@@ -70,7 +70,7 @@ class BlockMask:
         if self.keep.shape[1] != fine.q_heads:
             fine = fine.shared()
         skipped = self.grid.q_lead // fine.q_block  # the finer grid leaves out rows that hold empty slots only
-        keep: Tensor = within_reach(self.keep, fine, n, skipped)
+        keep: Tensor = keep_visible(self.keep, fine, n, skipped)
         return BlockMask(keep.expand(*self.keep.shape[:2], -1, -1), fine)
 
     def share_heads(self) -> BlockMask:
@@ -154,7 +154,7 @@ class BlockMask:
         kept = torch.zeros(*taken.shape[:2], grid.k_len + 1, dtype=torch.bool, device=taken.device)
         kept = kept.scatter_(-1, taken.where(taken >= 0, grid.k_len), True)[..., : grid.k_len]
         key = torch.arange(grid.k_len, device=kept.device)
-        return kept.unsqueeze(-2) & grid.sees((query + grid.first_position).unsqueeze(-1), key)
+        return kept.unsqueeze(-2) & grid.is_visible((query + grid.first_position).unsqueeze(-1), key)
 
     def _check_row(self, row: int) -> None:
         if not is_whole(row):

@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from blocksparse.check.class_line import check_got
 from blocksparse.check.validators import a, optional, size, whole
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.score.combined import ScoresPair
 from blocksparse.score.scorer import BlockScores
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
@@ -91,7 +91,7 @@ class SharedByGroup(Combination[ScoresT_contra, BlockMask]):
 @final
 @frozen(cache_hash=True)
 class Refined(Combination[ScoresT_contra, BlockMask]):
-    """Keep what `inner` keeps, cut into blocks `n` times smaller on both sides, without unreachable ones.
+    """Keep what `inner` keeps, cut into blocks `n` times smaller on both sides, without invisible ones.
 
     `Refined(a, n) | OnTiles(rule, n)` also keeps the smaller blocks that `rule` keeps by their positions.
     """
@@ -156,7 +156,7 @@ class Ranked(Combination[ScoresT_contra, RankedBlockMask]):
         if self.first is not None:
             opened = self.first.on(grid)
             mask, forced = mask | opened, opened.keep if forced is None else opened.keep | forced
-        opening = within_reach(forced, grid, diagonal=True)
+        opening = keep_visible(forced, grid, diagonal=True)
         column = torch.arange(grid.cols, dtype=torch.int32, device=mask.keep.device).expand(mask.keep.shape)
         if any(scores.values.stride()):
             order = scores.values.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)

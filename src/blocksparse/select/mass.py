@@ -36,7 +36,7 @@ class TopCdf(Selector[BlockMass, BlockMask]):
 
     Args:
         mass: share of the row's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
-            reachable block.
+            visible block.
         crossing: keep the block with which the sum reaches the target (PBS-Attn algorithm 2, BFLA, XAttention).
             With `False` a block is taken only if the sum stays within the target, as in SpargeAttn. The heaviest
             block that is not forced is always kept.
@@ -78,7 +78,7 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
 
     Args:
         mass: share of the head's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
-            reachable block.
+            visible block.
         crossing: keep the block with which the sum reaches the target, as the paper's algorithm does; the released
             code drops it.
     """

@@ -1,6 +1,6 @@
 """Rules of position: blocks that are kept for their position, whatever their scores.
 
-Everything         Keep every reachable block, which gives dense attention.
+Everything         Keep every visible block, which gives dense attention.
 Sink               Keep the start of the prompt (BFLA, eq. 16; the attention sink).
 Band               Keep the keys near the query (BFLA, eq. 15).
 Stride             Keep every eta-th block of a row (BFLA, eq. 18).
@@ -24,18 +24,18 @@ from blocksparse.check.validators import count, flag, hash_seed, size, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.masks.grid import AlwaysKept, last_from
-from blocksparse.kernels.masks.reach import counter_hash as counter_hash
-from blocksparse.kernels.masks.reach import every
+from blocksparse.kernels.masks.visibility import counter_hash as counter_hash
+from blocksparse.kernels.masks.visibility import every
 from blocksparse.select.selector import PositionSelector
 
 
 @final
 @frozen(cache_hash=True)
 class Everything(PositionSelector):
-    """Keep every reachable block, whatever its score. The result is dense attention."""
+    """Keep every visible block, whatever its score. The result is dense attention."""
 
     def where(self, grid: Grid) -> Tensor:
-        return grid.reachable
+        return grid.visible
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return True

@@ -20,7 +20,7 @@ from blocksparse.check.validators import a
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.score.scorer import BlockScores
 from blocksparse.select.block_mask import BlockMask
 
@@ -53,7 +53,7 @@ class Selector(Stage, ABC, Generic[ScoresT_contra, MaskT_co]):
     """Role: selects the blocks to keep.
 
     A selector must keep `grid.diagonal`, so that no causal query is left without a key, and may keep only
-    `grid.reachable` blocks. One that reads values also keeps `scores.forced`, if that is not None. Ties go to the
+    `grid.visible` blocks. One that reads values also keeps `scores.forced`, if that is not None. Ties go to the
     lower column.
     """
 
@@ -64,7 +64,7 @@ class Selector(Stage, ABC, Generic[ScoresT_contra, MaskT_co]):
         """Choose among the blocks of `scores.grid`."""
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
-        """Whether every call of `M` queries and `N` keys keeps all reachable blocks.
+        """Whether every call of `M` queries and `N` keys keeps all visible blocks.
 
         A pipeline whose executor may attend densely then does so without scoring a block. False means unknown.
         """
@@ -215,8 +215,8 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         return self.on(scores.grid) if mask is None else self.joined(mask, scores.grid)
 
     def on(self, grid: Grid) -> BlockMask:
-        """The mask on `grid`: `where`, and the diagonal, as far as they are reachable."""
-        keep = self._within_reach(None, grid)
+        """The mask on `grid`: `where`, and the diagonal, as far as they are visible."""
+        keep = self._keep_visible(None, grid)
         return BlockMask(keep.expand(grid.batch, grid.q_heads, grid.rows, grid.cols), grid)
 
     def joined(self, mask: BlockMask, grid: Grid) -> BlockMask:
@@ -229,15 +229,15 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
             # The rule may keep other blocks in another head of a group.
             mine = self.on(grid)
             return mask | (mine.share_heads() if shared else mine)
-        return BlockMask(self._within_reach(mask.keep, mask.grid).expand(mask.keep.shape), mask.grid)
+        return BlockMask(self._keep_visible(mask.keep, mask.grid).expand(mask.keep.shape), mask.grid)
 
-    def _within_reach(self, keep: Tensor | None, grid: Grid) -> Tensor:
+    def _keep_visible(self, keep: Tensor | None, grid: Grid) -> Tensor:
         """`[B|1, H|1, rows, cols]`; one entry serves all batch entries, or heads, that do not differ."""
         always, others = self.parts()
         for rule in others:
             more = rule.where(grid)
             keep = more if keep is None else keep | more
-        return within_reach(keep, grid, always=always, diagonal=True)
+        return keep_visible(keep, grid, always=always, diagonal=True)
 
 
 @final

@@ -30,7 +30,7 @@ from blocksparse.check.per_head import (
 )
 from blocksparse.check.validators import Rule, flag, maybe_whole, optional, positive, real, size
 from blocksparse.kernels.common.sizes import FAR
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.select.top_k import top_k
 from blocksparse.score.scorer import BlockLogits, BlockScores
 from blocksparse.select.block_mask import BlockMask
@@ -40,18 +40,18 @@ from blocksparse.select.selector import Selector
 @final
 @frozen(cache_hash=True)
 class TopK(Selector[BlockScores, BlockMask]):
-    """Keep the `k` best blocks of each row, or the best `share` of its reachable blocks (rounded up).
+    """Keep the `k` best blocks of each row, or the best `share` of its visible blocks (rounded up).
 
     Give either `k` or `share`. Forced blocks and the diagonal are kept in any case.
 
     Args:
         k: blocks per row, at least 1.
-        share: share of the row's reachable blocks, in (0, 1]; a number, or one per query head.
+        share: share of the row's visible blocks, in (0, 1]; a number, or one per query head.
         forced_first: count forced blocks and the diagonal first, so that a row keeps more blocks than its number
             only if these alone are more. With `False` forced blocks are added to that number, and the diagonal is
             ranked by its value (SpargeAttn's top-k).
-        of_all_keys: take the share of all key blocks, reachable or not, rounded down but at least 1, as
-            SpargeAttn's released code does. Causal rows then keep more than that share of their reachable blocks.
+        of_all_keys: take the share of all key blocks, visible or not, rounded down but at least 1, as
+            SpargeAttn's released code does. Causal rows then keep more than that share of their visible blocks.
     """
 
     k: int | None = field(default=None, converter=maybe_whole, validator=optional(size))
@@ -157,7 +157,7 @@ class Threshold(Selector[BlockScores, BlockMask]):
         grid = scores.grid
         keep = scores.values > over_blocks(self.value, scores.values).float()
         keep = keep if scores.forced is None else keep | scores.forced
-        return BlockMask(within_reach(keep, grid, diagonal=True), grid)
+        return BlockMask(keep_visible(keep, grid, diagonal=True), grid)
 
     def alignment(self, causal: bool) -> int:
         return 1
@@ -183,17 +183,17 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
 
     def __call__(self, scores: BlockLogits) -> BlockMask:
         grid, values, tau = scores.grid, scores.values, over_blocks(self.tau, scores.values)
-        reachable = grid.reachable
-        count = reachable.sum(-1, keepdim=True).clamp_min(1)
-        mean = _sum(values, reachable) / count
+        visible = grid.visible
+        count = visible.sum(-1, keepdim=True).clamp_min(1)
+        mean = _sum(values, visible) / count
         if scores.variance is None:
-            variance = _sum((values - mean.to(values.dtype)).square(), reachable) / count
+            variance = _sum((values - mean.to(values.dtype)).square(), visible) / count
         else:
             variance = scores.variance.unsqueeze(-1).double()
         bound = mean + tau * (variance + _LEAST_VARIANCE).sqrt()
         keep = values > bound.to(values.dtype)
         keep = keep if scores.forced is None else keep | scores.forced
-        return BlockMask(within_reach(keep, grid, diagonal=True), grid)
+        return BlockMask(keep_visible(keep, grid, diagonal=True), grid)
 
     def alignment(self, causal: bool) -> int:
         return 1

@@ -29,7 +29,7 @@ from blocksparse.check.validators import a, count, flag, maybe_whole, optional, 
 from blocksparse.kernels.common.sizes import FAR, HeadMask, cdiv
 from blocksparse.kernels.gemm.products import run_sums
 from blocksparse.kernels.masks.grid import AlwaysKept
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.select.top_cdf import running_share
 from blocksparse.kernels.select.top_k import routed
 from blocksparse.kernels.select.vertical_slash import (
@@ -92,7 +92,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
             distances = running_count(self.distances(scores))
         keep = vertical_slash_blocks(columns, ChosenRuns(distances, 1), grid)
         if self.released:
-            keep = within_reach(keep | _tiles(scores, self.distances(scores)), grid)
+            keep = keep_visible(keep | _tiles(scores, self.distances(scores)), grid)
         return BlockMask(keep, grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
@@ -230,7 +230,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         lag = (i - j).abs()  # [rows, cols]
         on_diagonal = kept[1].gather(-1, lag.flatten().expand(*columns.shape[:2], -1))
         keep = kept[0].unsqueeze(2) | on_diagonal.view(*columns.shape[:2], *lag.shape)
-        return within_reach(keep | (mass >= 1).unsqueeze(-1), grid, always=AlwaysKept(first=1), diagonal=True)
+        return keep_visible(keep | (mass >= 1).unsqueeze(-1), grid, always=AlwaysKept(first=1), diagonal=True)
 
     def _blocks(self, block: int) -> tuple[int, int | None]:
         """`min_budget` and `max_budget` in blocks, rounded up; None for no limit."""

@@ -100,7 +100,7 @@ def _random_mask(
     draw = uniform(2)
     shape = (*q.shape[:2], grid.rows, grid.cols)
     keep = (draw(shape) < 0.4).to(q.device) | grid.diagonal
-    keep &= grid.reachable & (draw(shape[:3]) < 0.9).to(q.device).unsqueeze(-1)
+    keep &= grid.visible & (draw(shape[:3]) < 0.9).to(q.device).unsqueeze(-1)
     return RankedBlockMask(keep, grid, draw(shape).argsort(-1).int().to(q.device))
 
 

@@ -122,7 +122,7 @@ def check_scorer(
                 check_gave((Declared(type(scorer), BlockScores), *declared(scorer, Scorer, 1)), scores)
                 scores.grid.check_fits(q, k, permutation, spec)
                 if isinstance(scores, BlockMass):
-                    negative = (scores.values < 0) & scores.grid.reachable
+                    negative = (scores.values < 0) & scores.grid.visible
                     require(~negative.any(), "a BlockMass must not be negative")
                 again = scored(scorer, q, k, v, permutation, spec)
                 require(
@@ -172,13 +172,13 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
     case = Case(_N, _N, True)
     (q, k, v), spec = case.inputs(device=device), case.spec()
     whole = scored(scorer, q, k, v, GlobalPermutation(), spec)
-    q_block, k_block, reachable = whole.grid.q_block, whole.grid.k_block, whole.grid.reachable
+    q_block, k_block, visible = whole.grid.q_block, whole.grid.k_block, whole.grid.visible
     for N in (_N - 1, _N - 7, 130):
         with about(scorer, f"a prompt cut at {N}"):
             some_q, some_k, some_v = (x[:, :, :N] for x in (q, k, v))
             short = scored(scorer, some_q, some_k, some_v, GlobalPermutation(), spec)
             rows, cols = N // q_block, N // k_block
-            seen = reachable[..., :rows, :cols]
+            seen = visible[..., :rows, :cols]
             require(
                 _close(short.values[..., :rows, :cols], whole.values[..., :rows, :cols], seen),
                 "the tail of a shorter prompt changed the scores of whole blocks before it",
@@ -189,13 +189,13 @@ def _check_causality(scorer: Scorer[Any, Any], device: str) -> None:
         other = scored(scorer, its_q, its_k, its_v, GlobalPermutation(), spec)
         rows = t // q_block
         require(
-            _close(other.values[:, :, :rows], whole.values[:, :, :rows], reachable[:, :, :rows]),
+            _close(other.values[:, :, :rows], whole.values[:, :, :rows], visible[:, :, :rows]),
             "later tokens changed the scores of earlier rows",
         )
     with about(scorer, f"a chunk from {t} on"):
         chunk = scored(scorer, q[:, :, t:], k, v, GlobalPermutation(), spec)
         require(
-            _close(chunk.values, whole.values[:, :, rows:], reachable[:, :, rows:]),
+            _close(chunk.values, whole.values[:, :, rows:], visible[:, :, rows:]),
             "a chunk that starts at a block has other scores than its rows in the whole prompt",
         )
 
@@ -213,7 +213,7 @@ def _check_history(scorer: Scorer[Any, Any], device: str) -> None:
             chunk, keys = q[:, :, start:end], k[:, :, :end]
             mine = scored(scorer, chunk, keys, None, in_place, spec, history)
             its = scorer(chunk, keys, in_place, spec)
-            same = torch.equal(mine.values.where(mine.grid.reachable, 0), its.values.where(its.grid.reachable, 0))
+            same = torch.equal(mine.values.where(mine.grid.visible, 0), its.values.where(its.grid.visible, 0))
             require(same, "a chunk has other scores with the history than without")
 
 
@@ -224,7 +224,7 @@ def _check_needs_values(scorer: ValueScorer[Any, Any], device: str) -> None:
     louder = v * torch.linspace(0.5, 2, _N, device=v.device, dtype=v.dtype).view(1, 1, -1, 1)
     mine, its = (scorer.with_values(q, k, x, in_place, spec) for x in (v, louder))
     with about(scorer, "other values"):
-        require(not _close(mine.values, its.values, mine.grid.reachable), "values change no score")
+        require(not _close(mine.values, its.values, mine.grid.visible), "values change no score")
     try:
         scorer(q, k, in_place, spec)
     except ValueError:
@@ -253,7 +253,7 @@ def check_selector(
 ) -> None:
     """Call `selector` with scores of prompts and chunks in several orders, and check the masks.
 
-    A mask must keep the diagonal, and only reachable blocks. The same scores must give the same mask; scores of
+    A mask must keep the diagonal, and only visible blocks. The same scores must give the same mask; scores of
     blocks that no query reaches, and of later rows, must not matter. A chunk must get its rows of the mask of the
     whole prompt. Nothing may be written into the scores.
 
@@ -290,19 +290,19 @@ def _check_one(selector: Selector[Any, Any], scores: BlockScores, *, keeps_force
     grid = mask.grid
     require(grid.permutation.orders_as(scores.grid.permutation), "the mask is of another permutation")
     require(
-        ~(mask.keep & ~grid.reachable).any(),
-        "it keeps blocks in which no query may see a key; keep only grid.reachable",
+        ~(mask.keep & ~grid.visible).any(),
+        "it keeps blocks in which no query may see a key; keep only grid.visible",
     )
     sees_a_key = (mask.keep | ~grid.diagonal).all()
     require(sees_a_key, "it drops diagonal blocks, which leaves queries without a key; keep grid.diagonal")
     if keeps_forced and scores.forced is not None and grid.same_blocks(scores.grid):
-        forced = scores.forced & scores.grid.reachable
+        forced = scores.forced & scores.grid.visible
         require(
             (mask.per_query_head() | ~forced).all(),
             "it drops forced blocks; keep scores.forced too where it is not None",
         )
     require(torch.equal(selector(scores).keep, mask.keep), "the same scores gave another mask the second time")
-    nonsense = scores.values.masked_fill(~scores.grid.reachable, 1e30)
+    nonsense = scores.values.masked_fill(~scores.grid.visible, 1e30)
     again = selector(attrs.evolve(scores, values=nonsense))
     require(torch.equal(again.keep, mask.keep), "scores of blocks that no query reaches changed the mask")
 
@@ -366,7 +366,7 @@ def _scores(
     shape = (*q.shape[:2], grid.rows, grid.cols)
     values = (draw(shape) * 8).floor() / 8 + 0.125  # multiples of 1/8, so that many blocks are equal
     forced = draw(shape) < 0.1
-    scores = BlockMass(values.to(q.device), grid, forced.to(q.device) & grid.reachable)
+    scores = BlockMass(values.to(q.device), grid, forced.to(q.device) & grid.visible)
     for each in declared(selector, Selector, 0):
         if not isinstance(scores, each.value):
             raise AssertionError(f"it needs {a_name(each.value)}: give a scorer that makes them as scorer=")

@@ -75,11 +75,11 @@ def case(seed: int) -> Case:
     grid = _grid(q, k, permutation, q_block, k_block, causal, window)
     if draw.random() < 0.3 and permutation.q_index is None and grid.k_position.shape[1] <= Hkv:
         grid = grid.shared()
-    heads = Hkv if grid.reachable.shape[1] == Hkv or draw.random() < 0.3 else Hq
+    heads = Hkv if grid.visible.shape[1] == Hkv or draw.random() < 0.3 else Hq
     keep = (
-        (torch.rand(B, heads, grid.rows, grid.cols) < draw.choice((0.1, 0.4, 1.0))) & grid.shared().reachable
+        (torch.rand(B, heads, grid.rows, grid.cols) < draw.choice((0.1, 0.4, 1.0))) & grid.shared().visible
         if heads != Hq
-        else (torch.rand(B, Hq, grid.rows, grid.cols) < draw.choice((0.1, 0.4, 1.0))) & grid.reachable
+        else (torch.rand(B, Hq, grid.rows, grid.cols) < draw.choice((0.1, 0.4, 1.0))) & grid.visible
     )
     mask = bs.BlockMask(keep, grid)
     softcap = draw.choice((None, None, 0.5, 30.0))

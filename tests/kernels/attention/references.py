@@ -58,7 +58,7 @@ def listed_pairs(lists: Lists, positions: TokenPositions, q: Tensor, k: Tensor) 
     pairs = pairs.repeat_interleave(Hq // pairs.shape[1], 1)[:, :, queries, :N]
     q_at, k_at = positions.q_position[..., queries, None], positions.k_position[..., :N]  # one key map: G is 1
     k_at = k_at if k_at.shape[1] == 1 else k_at.repeat_interleave(Hq // k_at.shape[1], 1)
-    return pairs & positions.sees(q_at, k_at)
+    return pairs & positions.is_visible(q_at, k_at)
 
 
 def visiting_rank(lists: Lists) -> Tensor:

@@ -78,7 +78,7 @@ def arguments(
     chosen = (torch.rand(shape, generator=generator) < keep).to(q.device)
     rank = torch.rand(shape, generator=generator).argsort(-1).to(q.device)
     opening = (grid.within(band) if band else grid.diagonal).expand(shape)
-    listed = (chosen | opening) & grid.reachable
+    listed = (chosen | opening) & grid.visible
     order = (rank - grid.cols * opening.int()).where(listed, 1 << 20).argsort(-1).int()
     lists = RankedLists(order, opening.sum(-1).int(), listed.sum(-1).int(), block, k_block)
     rule = StopRule(torch.full((q.shape[1],), tau, device=q.device), patience, commit, mean)

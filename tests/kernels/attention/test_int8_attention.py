@@ -72,7 +72,7 @@ def arguments(
     grid = bs.Grid.of(
         q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
     )
-    kept = (torch.rand(*q.shape[:2], grid.rows, grid.cols, device=q.device) < keep) & grid.reachable
+    kept = (torch.rand(*q.shape[:2], grid.rows, grid.cols, device=q.device) < keep) & grid.visible
     mask = bs.BlockMask(kept if nothing else kept | grid.diagonal, grid)
     plan = BlockPlan.of(mask.share_heads() if shared else mask)
     piece = min(k_block, tiles.block_n)
@@ -214,7 +214,7 @@ def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int, fp
     segment = torch.arange(1000, device="cuda") // 256
     order = bs.GlobalPermutation((torch.rand(1, 2, 1, 1000, device="cuda") + segment).argsort(-1).int())
     grid = bs.Grid.of(q, k, order, bs.AttentionSpec(scale=1.0), q_block=blocks[0], k_block=blocks[1])
-    mask, executor = bs.BlockMask(grid.reachable.expand(1, 4, -1, -1), grid), bs.Int8Executor(fp8)
+    mask, executor = bs.BlockMask(grid.visible.expand(1, 4, -1, -1), grid), bs.Int8Executor(fp8)
     want = executor(q, k, v, mask, asked(mask, 0.125))
     assert want.lse is not None
     for token in (1, 40, 63, 64, 100, 127, 128, 200, 255, 256, 511, 513, 900):

@@ -99,7 +99,7 @@ def arguments(
     )
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
-    chosen = (chosen | grid.diagonal) & grid.reachable
+    chosen = (chosen | grid.diagonal) & grid.visible
     if nothing_in_row is not None:
         chosen[:, :, nothing_in_row] = False
     plan = BlockPlan.of(bs.BlockMask(chosen, grid))

@@ -108,7 +108,7 @@ def arguments(
     grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=block)
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
-    plan = BlockPlan.of(bs.BlockMask((chosen | grid.diagonal) & grid.reachable, grid))
+    plan = BlockPlan.of(bs.BlockMask((chosen | grid.diagonal) & grid.visible, grid))
     tiles = tiles or portable(block, block, q.shape[-1], q.element_size(), hardware_of(q))
     return Call(q, k, v, plan, grid.positions, tiles, q.shape[-1] ** -0.5)
 
@@ -236,7 +236,7 @@ def test_a_chunk_moves_what_it_visits(
     keep = torch.rand(2, 4, grid.rows, grid.cols, generator=generator).to(device) < 0.1
     keep[..., 0] = False
     keep[:, :, -1] = False
-    mask = bs.BlockMask(keep & grid.reachable, grid)
+    mask = bs.BlockMask(keep & grid.visible, grid)
     mask = mask.share_heads() if shared else mask
     gathered: list[Tensor] = []
 
@@ -596,7 +596,7 @@ def test_hopper(
     """Every way into the kernel: tails, chunks, orders, masks per KV head, rows with nothing kept."""
     q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, Dv=Dv, dtype=dtype, device="cuda")
     k_index = None
-    if not ordered:  # inside segments, so that causal blocks stay reachable
+    if not ordered:  # inside segments, so that causal blocks stay visible
         segment = torch.arange(N, device="cuda") // 256
         k_index = (torch.rand(2, 2, 1, N, device="cuda") + segment).argsort(-1).int()
     permutation = bs.GlobalPermutation(k_index)
@@ -604,7 +604,7 @@ def test_hopper(
     grid = bs.Grid.of(
         q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
     )
-    keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.3) & grid.reachable
+    keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.3) & grid.visible
     if not nothing:
         keep = keep | grid.diagonal
     mask = bs.BlockMask(keep, grid)
@@ -668,7 +668,7 @@ def test_hopper_windows_softcaps_and_sinks(
     grid = bs.Grid.of(
         q, k, permutation, bs.AttentionSpec(scale=0.1, window=window), q_block=q_block, k_block=k_block
     )
-    keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.6) & grid.reachable
+    keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.6) & grid.visible
     plan = BlockPlan.of(bs.BlockMask(keep, grid))
     change = a_change(4, "cuda", softcap=softcap, sinks=sinks)
     call = Call(4 * q, k, v, plan, grid.positions, tiles, 0.1, change)

@@ -45,7 +45,7 @@ def lists_of_any_length(
     shape = q.shape[0], q.shape[1] // heads, grid.rows
     density = density[torch.randint(0, 5, shape, generator=generator)]
     keep = torch.rand(*shape, grid.cols, generator=generator) < density[..., None]
-    keep = keep.repeat_interleave(heads, 1).to(q.device) & grid.reachable
+    keep = keep.repeat_interleave(heads, 1).to(q.device) & grid.visible
     mask = bs.BlockMask(keep, grid)
     return BlockPlan.of(mask.share_heads() if heads > 1 else mask), grid
 

@@ -68,7 +68,7 @@ def test_what_is_asked_for_is_the_same(others: bool, per_head: bool, device: str
 
 def _known(x: Tensor, grid: bs.Grid) -> Tensor:
     """Blocks that a query sees; other products have no meaning."""
-    return grid.reachable if x.shape[2:] == (grid.rows, grid.cols) else x == x
+    return grid.visible if x.shape[2:] == (grid.rows, grid.cols) else x == x
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse.kernels.masks.reach import any_head, visited_columns
+from blocksparse.kernels.masks.visibility import any_head, visited_columns
 
 pytest.importorskip("triton")
-from blocksparse.kernels.masks.reach_triton import any_head_triton, visited_columns_triton
+from blocksparse.kernels.masks.visibility_triton import any_head_triton, visited_columns_triton
 
 
 def test_visited_columns_are_those_of_all_rows_and_the_first(device: str) -> None:

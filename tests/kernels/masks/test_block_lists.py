@@ -19,7 +19,7 @@ from blocksparse.kernels.masks import blocks_triton as kernel
 
 def random_keep(grid: bs.Grid, share: float, device: str) -> Tensor:
     chosen = torch.rand(heads_of(grid), generator=torch.Generator().manual_seed(0)) < share
-    return chosen.to(device) & grid.reachable
+    return chosen.to(device) & grid.visible
 
 
 def assert_same(keep: Tensor, grid: bs.Grid) -> None:
@@ -73,7 +73,7 @@ def test_plan_by_hand(device: str) -> None:
     """Full blocks first, partial ones behind them, and each part as a list of its own."""
     q, k, _ = make_qkv(N=64, Hq=1, Hkv=1, D=4, device=device)
     grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
-    keep = grid.reachable.clone()
+    keep = grid.visible.clone()
     keep[..., 3, 1] = False
     plan = BlockPlan.of(bs.BlockMask(keep, grid))
     assert plan.full_count.tolist() == [[[0, 1, 2, 2]]]

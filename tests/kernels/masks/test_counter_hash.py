@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse.kernels.masks.reach import counter_hash
-from blocksparse.kernels.masks.reach_triton import counter_hash_triton
+from blocksparse.kernels.masks.visibility import counter_hash
+from blocksparse.kernels.masks.visibility_triton import counter_hash_triton
 
 
 @pytest.mark.slow

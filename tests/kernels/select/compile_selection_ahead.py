@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from blocksparse.kernels.gemm import products_triton as block_products_triton
 from blocksparse.kernels.gemm import products_triton as run_sums_triton
 from blocksparse.kernels.masks import blocks_triton as block_lists_triton
-from blocksparse.kernels.masks import reach_triton as within_reach_triton
+from blocksparse.kernels.masks import visibility_triton as keep_visible_triton
 from blocksparse.kernels.score import block_softmax_triton
 from blocksparse.kernels.score import block_softmax_triton as block_divergence_triton
 from blocksparse.kernels.select import global_top_cdf_triton, top_cdf_triton, top_k_triton, vertical_slash_triton
@@ -141,10 +141,10 @@ def main() -> int:
                 ("products of any rows", block_products_triton._block_products_kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
                 ("lists", block_lists_triton._block_lists_kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
                 ("lists in a window", block_lists_triton._block_lists_kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
-                ("places in a window", within_reach_triton._within_reach_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
+                ("places in a window", keep_visible_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
                 ("softmax", block_softmax_triton._block_softmax_kernel, {**ALL_HEADS, "rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._block_softmax_kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
-                ("refined", within_reach_triton._within_reach_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
+                ("refined", keep_visible_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
                 ("divergence", block_divergence_triton._block_divergence_kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("fewest lines", vertical_slash_triton._fewest, {**search, "pointers": {**dict.fromkeys(("lines_ptr", "bands_ptr"), "*fp32"), **dict.fromkeys(("taken_ptr", "bands_taken_ptr"), "*i32")}}),
                 ("heaviest lines", vertical_slash_triton._heaviest, {**search, "COUNTED": False, "pointers": {**dict.fromkeys(("weight_ptr", "others_ptr"), "*fp32"), **dict.fromkeys(("count_ptr", "count_others_ptr", "last_ptr"), "*fp64"), **dict.fromkeys(("taken_ptr", "taken_others_ptr"), "*i1")}}),
@@ -152,7 +152,7 @@ def main() -> int:
                 ("routed", routed_triton._routed_kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
                 ("run sums", run_sums_triton._run_sums_kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("visiting order", visiting_order_triton._visiting_order_kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
-                ("places", within_reach_triton._within_reach_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
+                ("places", keep_visible_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
                 *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True, **ALL_HEADS}) for part in PARTS),
                 *((f"global_top_cdf{part.jit.__name__} of some heads", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip

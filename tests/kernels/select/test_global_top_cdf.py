@@ -63,7 +63,7 @@ def test_any_magnitude(scale: float, device: str) -> None:
 @pytest.mark.slow
 def test_bad_numbers_and_what_is_out_of_reach(device: str) -> None:
     grid = make_grid("chunk", device)
-    values = a_mass(grid, 2.0, device).masked_fill(~grid.reachable, 7.0)
+    values = a_mass(grid, 2.0, device).masked_fill(~grid.visible, 7.0)
     values[:, 0] = 0.0
     values[:, 1, 0] = float("nan")
     values[:, 1, 1, 0] = -1.0

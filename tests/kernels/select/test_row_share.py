@@ -20,7 +20,7 @@ from blocksparse.kernels.select.top_k_triton import either_triton
 @pytest.mark.parametrize("kind", ["chunk", "sorted", "wide", "per query head", "not causal", "padded"])
 def test_kernel_and_reference(kind: str, of: Of, device: str) -> None:
     grid = make_grid(kind, device)
-    values = a_mass(grid, 3.0, device).masked_fill(~grid.reachable, 7.0)
+    values = a_mass(grid, 3.0, device).masked_fill(~grid.visible, 7.0)
     values[:, 0, 0] = 0.0
     values[:, 0, 1, 0] = float("nan")
     forced = torch.rand(heads_of(grid), generator=generator()).to(device) < 0.2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.kernels.masks.grid import AlwaysKept
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.select.top_cdf import top_cdf, top_cdf_reference
 from blocksparse.testing import make_qkv
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
@@ -28,7 +28,7 @@ def generator() -> torch.Generator:
 
 def a_mass(grid: bs.Grid, sharpness: float, device: str) -> Tensor:
     logits = torch.randn(heads_of(grid), generator=generator()) * sharpness
-    return logits.to(device).masked_fill(~grid.reachable, float("-inf")).softmax(-1).nan_to_num(nan=0.0)
+    return logits.to(device).masked_fill(~grid.visible, float("-inf")).softmax(-1).nan_to_num(nan=0.0)
 
 
 def targets(value: float | list[float], device: str) -> Tensor:
@@ -56,7 +56,7 @@ def assert_same(
 def test_sums_that_fp32_rounds(device: str) -> None:
     """Blocks that differ in their last bit, beside blocks a million times lighter."""
     grid = make_grid("wide", device)
-    values = torch.ones(heads_of(grid), device=device).masked_fill(~grid.reachable, 0.0)
+    values = torch.ones(heads_of(grid), device=device).masked_fill(~grid.visible, 0.0)
     values[..., ::2] *= 1 + 2**-23
     values[..., 1::4] *= 2**-20
     for mass in (0.25, 0.5, 0.749999):
@@ -140,7 +140,7 @@ def test_places_are_kept_besides(kind: str, device: str) -> None:
     )
     for always, crossing in rules:
         alone = top_cdf_reference(values, None, 0.6, grid, crossing=crossing)
-        want = within_reach.reference(alone, grid, always=always, diagonal=True)
+        want = keep_visible.reference(alone, grid, always=always, diagonal=True)
         for compute in (top_cdf_triton, top_cdf, top_cdf_reference):
             assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, always=always), want)
 
@@ -169,7 +169,7 @@ def test_rows_of_nothing_and_bad_numbers(device: str) -> None:
     for some in (None, forced, forced | True):
         assert_same(values, some, targets(0.9, device), grid, some is None)
     nothing = assert_same(values, forced, targets(0.9, device), grid, False)[:, :2]
-    assert torch.equal(nothing, ((grid.diagonal | forced) & grid.reachable)[:, :2])
+    assert torch.equal(nothing, ((grid.diagonal | forced) & grid.visible)[:, :2])
 
 
 @pytest.mark.slow

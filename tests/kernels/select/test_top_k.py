@@ -48,7 +48,7 @@ def random_values(grid: bs.Grid, device: str) -> tuple[Tensor, Tensor]:
 def test_kernel_and_twin(kind: str, device: str) -> None:
     grid = make_grid(kind, device)
     values, forced = random_values(grid, device)
-    # How a grid was cut decides what is within reach, and a rule what is taken of that: each rule meets one grid.
+    # How a grid was cut decides what is visible, and a rule what is taken of that: each rule meets one grid.
     assert_same(values, forced, grid, RULES if kind == "chunk" else RULES[3:5])
 
 
@@ -72,10 +72,10 @@ def test_a_window_beside_bad_numbers(device: str) -> None:
     values, forced = random_values(grid, device)
     values[:, ::2] = float("nan")
     assert_same(values, forced, grid, [{**RULES[3], "share": [1.0]}])
-    reachable = grid.reachable.expand_as(values)
+    visible = grid.visible.expand_as(values)
     share = torch.ones(1, 1, 1, 1, dtype=torch.float64, device=device)
     call = {"forced_first": True, "of_all_keys": False}
-    assert torch.equal(top_k(values, None, None, share, grid, **call), reachable)
+    assert torch.equal(top_k(values, None, None, share, grid, **call), visible)
 
 
 @pytest.mark.slow

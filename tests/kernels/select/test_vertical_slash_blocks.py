@@ -32,7 +32,7 @@ def by_ranges(keys: Tensor, key_run: int, distances: Tensor, run: int, grid: bs.
     for d in distances.any(1).any(0).nonzero()[:, 0].tolist():
         has = (near // run <= d) & (d <= far // run)
         out |= has & distances[:, :, d, None, None]
-    return (out | grid.diagonal) & grid.reachable
+    return (out | grid.diagonal) & grid.visible
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +52,7 @@ def test_lines(kind: str, device: str) -> None:
         if want is not None:
             assert torch.equal(reference, want)
         assert torch.equal(vertical_slash_blocks_triton(columns, bands, grid), reference)
-        also = chosen((B, Hq, rows, cols), 0.1, device) & grid.reachable
+        also = chosen((B, Hq, rows, cols), 0.1, device) & grid.visible
         whole = torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64, device=device).view(1, 3, 1)
         for more in (
             {"also": also},

@@ -144,7 +144,7 @@ def block_products(
 ) -> Tensor:
     """Logits `[B, Hq, rows, cols]` of `pooled_q` `[B, Hq, rows, D]` and `pooled_k` `[B, H, cols, D]`.
 
-    `H` divides `Hq`. Entries of blocks that are not reachable have no meaning, and may be NaN; nor have those of heads
+    `H` divides `Hq`. Entries of blocks that are not visible have no meaning, and may be NaN; nor have those of heads
     that are not among `heads`.
     """
     return products(pooled_q, pooled_k)

@@ -1,6 +1,6 @@
 """A grid of blocks as kernels take it, and rules of position on it.
 
-`sees`: Which keys a query sees: the rule for single pairs, which all definitions in plain torch use.
+`is_visible`: Which keys a query sees: the rule for single pairs, which all definitions in plain torch use.
 `BlockGrid`: How slots are cut into blocks, and the first and the last original position of every block.
 `TokenPositions`: Original positions of the tokens in every row and column of blocks, for attention kernels.
 `AlwaysKept`: Blocks that are kept for their position, as numbers that one kernel launch applies together.
@@ -18,7 +18,7 @@ from torch import Tensor
 from blocksparse.kernels.common.sizes import FAR
 
 
-def sees(q_at: Tensor, k_at: Tensor, *, causal: bool, window: int | None) -> Tensor:
+def is_visible(q_at: Tensor, k_at: Tensor, *, causal: bool, window: int | None) -> Tensor:
     """Whether queries at the positions `q_at` see keys at `k_at`, broadcast against each other; bool.
 
     A query at position `p` sees every key, or when causal those at `k <= p`. With a window it sees only those at `p - window
@@ -92,7 +92,7 @@ class BlockGrid:
         return self.first_position % self.q_block
 
     @property
-    def reachable(self) -> Tensor:
+    def visible(self) -> Tensor:
         """The blocks in which some query may see some key, `[B|1, H|1, rows, cols]`."""
         there = self.k_last >= 0
         if not self.causal:
@@ -108,38 +108,38 @@ class BlockGrid:
         full = self.k_whole & (self.k_last <= self.q_first)
         return full if self.window is None else full & (self.k_first > self.q_last - self.window)
 
-    def sees(self, q_at: Tensor, k_at: Tensor) -> Tensor:
+    def is_visible(self, q_at: Tensor, k_at: Tensor) -> Tensor:
         """Whether queries at the original positions `q_at` see keys at `k_at`, broadcast against each other."""
-        return sees(q_at, k_at, causal=self.causal, window=self.window)
+        return is_visible(q_at, k_at, causal=self.causal, window=self.window)
 
     @property
     def diagonal(self) -> Tensor:
-        """The reachable blocks whose keys may be the row's own tokens.
+        """The visible blocks whose keys may be the row's own tokens.
 
         If they are kept, no causal query is left without a key. When not causal, queries need not be the same
         tokens as the keys, and all entries are False.
         """
         if not self.causal:
             return torch.zeros(self._shape, dtype=torch.bool, device=self.k_last.device)
-        return self.reachable & (self.k_last >= self.q_first)
+        return self.visible & (self.k_last >= self.q_first)
 
     def holding_first(self, tokens: int) -> Tensor:
-        """The reachable blocks that hold any of the first `tokens` original positions."""
-        return self.reachable & (self.k_first < min(tokens, FAR))
+        """The visible blocks that hold any of the first `tokens` original positions."""
+        return self.visible & (self.k_first < min(tokens, FAR))
 
     def within(self, tokens: int) -> Tensor:
-        """The reachable blocks that may hold a key at most `tokens` before some query of the row.
+        """The visible blocks that may hold a key at most `tokens` before some query of the row.
 
         When not causal, keys at most `tokens` after a query count as well.
         """
         tokens = min(tokens, FAR)
-        near = self.reachable & (self.k_last >= self.q_first - tokens)
+        near = self.visible & (self.k_last >= self.q_first - tokens)
         return near if self.causal else near & (self.k_first <= self.q_last + tokens)
 
     def own_segment(self, S: int) -> Tensor:
-        """The reachable blocks that lie in the same segment of `S` original positions as the row."""
+        """The visible blocks that lie in the same segment of `S` original positions as the row."""
         S = min(S, FAR)
-        return self.reachable & (self.k_first // S == self.q_first // S)
+        return self.visible & (self.k_first // S == self.q_first // S)
 
     @property
     def _shape(self) -> tuple[int, int, int, int]:
@@ -160,9 +160,9 @@ class TokenPositions:
     k_in_order: bool  # keys likewise
     window: int | None = None  # when causal, how many tokens a query sees at most, its own included; None: all
 
-    def sees(self, q_at: Tensor, k_at: Tensor) -> Tensor:
+    def is_visible(self, q_at: Tensor, k_at: Tensor) -> Tensor:
         """Whether queries at the positions `q_at` see keys at `k_at`, broadcast against each other."""
-        return sees(q_at, k_at, causal=self.causal, window=self.window)
+        return is_visible(q_at, k_at, causal=self.causal, window=self.window)
 
     def of_heads(self, cut: Callable[[Tensor], Tensor]) -> TokenPositions:
         """The positions of some heads. `cut` takes them from a tensor whose second axis counts heads."""

@@ -111,23 +111,23 @@ def load_positions(pointers, strides, b, h, row, col, there, inside, ALIKE: tl.c
 
 
 @triton.jit
-def reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """`BlockGrid.reachable` of a launch tile; `WINDOW` is the grid's, and None is compiled away."""
-    reachable = k_last >= 0
+def visible_blocks(q_first, q_last, k_first, k_last, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """`BlockGrid.visible` of a launch tile; `WINDOW` is the grid's, and None is compiled away."""
+    visible = k_last >= 0
     if CAUSAL:
-        reachable = reachable & (k_first <= q_last)
+        visible = visible & (k_first <= q_last)
     if WINDOW is not None:
-        reachable = reachable & (k_last > q_first - WINDOW)
-    return reachable
+        visible = visible & (k_last > q_first - WINDOW)
+    return visible
 
 
 @triton.jit
-def diagonal_blocks(reachable, q_first, k_last, CAUSAL: tl.constexpr):
+def diagonal_blocks(visible, q_first, k_last, CAUSAL: tl.constexpr):
     """`BlockGrid.diagonal` of a launch tile."""
     if CAUSAL:
-        diagonal = reachable & (k_last >= q_first)
+        diagonal = visible & (k_last >= q_first)
     else:
-        diagonal = tl.zeros_like(reachable)
+        diagonal = tl.zeros_like(visible)
     return diagonal
 
 

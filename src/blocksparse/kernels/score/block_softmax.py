@@ -10,7 +10,7 @@ The kernel reads and writes each logit once and makes no mask.
 `gate_blocks`: Forces blocks in rows and columns whose tokens are too unlike each other for one score to speak for them.
 
 unlike[block] = not similarity[block] > theta
-forced[row, col] = reachable and (unlike[row] or unlike[col] or forced before)
+forced[row, col] = visible and (unlike[row] or unlike[col] or forced before)
 values[row, col] = 0 where unlike[col]
 
 `block_divergence`: How far pooled weights of blocks are from true ones: the square root of the Jensen-Shannon divergence (FlexPrefill).
@@ -39,7 +39,7 @@ def block_softmax(
     segment: int | None = None,
     heads: HeadMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax of `logits` `[B, H, rows, cols]` over each row's reachable blocks; it may overwrite the logits.
+    """Softmax of `logits` `[B, H, rows, cols]` over each row's visible blocks; it may overwrite the logits.
 
     Args:
         scale: a positive number that logits are multiplied by.
@@ -51,7 +51,7 @@ def block_softmax(
         bool, else None.
     """
     own = None if segment is None else grid.own_segment(segment)
-    eligible = grid.reachable if own is None else grid.reachable & ~own
+    eligible = grid.visible if own is None else grid.visible & ~own
     return _softmax(logits * scale, eligible if heads is None else eligible & heads.these()), own
 
 
@@ -89,7 +89,7 @@ def gate_blocks(
     unlike_row, unlike_col = ~(of_q.unsqueeze(-1) > theta), ~(of_k.unsqueeze(-2) > theta)
     chosen = unlike_row | unlike_col
     chosen = chosen if forced is None else chosen | forced
-    return values.masked_fill(unlike_col, 0.0), (chosen & grid.reachable).expand(values.shape)
+    return values.masked_fill(unlike_col, 0.0), (chosen & grid.visible).expand(values.shape)
 
 
 LONGEST = 32768

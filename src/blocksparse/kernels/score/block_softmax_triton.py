@@ -21,12 +21,12 @@ from blocksparse.kernels.masks.grid_triton import (
     load_positions,
     plain_strides,
     positions,
-    reachable_blocks,
     rows_at,
     strides,
     tile,
     tile_of_blocks,
     tile_of_grid,
+    visible_blocks,
 )
 from blocksparse.launch.launches import remembered
 
@@ -109,7 +109,7 @@ def _scaled(
         q_first, q_last, k_first, k_last = load_positions(
             positions, position_strides, b, h, row, col, there, inside, False
         )
-        eligible = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
+        eligible = inside & visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
         if SEGMENT is not None:
             own = eligible & (k_first // SEGMENT == q_first // SEGMENT)
             eligible = eligible & ~own
@@ -226,9 +226,7 @@ def _gate_blocks_kernel(
         position_ptrs, position_strides, b, h, row, col, there, inside
     )
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * rows + row) * cols + col
-    tl.store(
-        out_ptr + at, chosen & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW), mask=inside
-    )
+    tl.store(out_ptr + at, chosen & visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW), mask=inside)
     values_at = rows_at(values_ptr, values_strides, b, h, row) + col * values_strides[3]
     tl.store(gated_ptr + at, tl.load(values_at, mask=inside & ~unlike_col, other=0.0), mask=inside)
 

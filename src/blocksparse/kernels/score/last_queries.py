@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import compiled, on_gpus
 from blocksparse.kernels.gemm.products import products, wide_dtype
-from blocksparse.kernels.masks.grid import sees
+from blocksparse.kernels.masks.grid import is_visible
 from blocksparse.kernels.score import cpu_scores
 
 _WORKSPACE = 2**28  # bytes of probabilities that are held at a time
@@ -64,7 +64,7 @@ def last_query_weights(
         logits = products(rows, k).mul_(scale)
         if causal:
             query = torch.arange(begin, begin + count, device=k.device)
-            seen = sees(query[:, None], position, causal=causal, window=window)
+            seen = is_visible(query[:, None], position, causal=causal, window=window)
             logits.masked_fill_(~seen, float("-inf"))
         weight = logits.softmax(-1)
         vertical += weight.sum(2)

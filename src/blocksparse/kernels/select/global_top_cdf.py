@@ -34,12 +34,12 @@ def global_top_cdf(
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case, but ranked and counted as other blocks are.
-        mass: `[1, H|1, 1, 1]` float64, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
+        mass: `[1, H|1, 1, 1]` float64, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is visible.
         crossing: also keep the block that takes the sum from below the target to the target or above it.
         heads: those whose mask is asked for; in the others entries have no meaning.
     """
-    mass, reachable = mass.float(), grid.reachable
+    mass, visible = mass.float(), grid.visible
     always = grid.diagonal if forced is None else grid.diagonal | forced
-    share = running_share(values.masked_fill(~reachable, 0.0).flatten(2))  # [B, H, rows * cols]
+    share = running_share(values.masked_fill(~visible, 0.0).flatten(2))  # [B, H, rows * cols]
     taken = share.before < mass[..., 0] if crossing else share.after <= mass[..., 0]
-    return (share.put_back(taken).view(values.shape) | always | (mass >= 1)) & reachable
+    return (share.put_back(taken).view(values.shape) | always | (mass >= 1)) & visible

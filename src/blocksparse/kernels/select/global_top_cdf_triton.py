@@ -22,10 +22,10 @@ from blocksparse.kernels.masks.grid_triton import (
     load_blocks,
     load_positions,
     positions,
-    reachable_blocks,
     strides,
     tile_of_blocks,
     tile_of_grid,
+    visible_blocks,
 )
 from blocksparse.kernels.select.top_cdf_triton import limit_of, ticks_of, weights_of
 from blocksparse.launch.launches import remembered
@@ -93,14 +93,14 @@ def global_top_cdf_triton(
 
 
 @triton.jit
-def _reachable_weights(
+def _visible_weights(
     values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Weights of the blocks of a launch tile; 0 where no query sees a key."""
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    return weights_of(load_blocks(values_ptr, values_strides, b, h, row, col, reachable, 0.0))
+    visible = inside & visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
+    return weights_of(load_blocks(values_ptr, values_strides, b, h, row, col, visible, 0.0))
 
 
 @remembered
@@ -115,7 +115,7 @@ def _heaviest(
             return
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
-    weights = _reachable_weights(
+    weights = _visible_weights(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, there & (col < cols),
         CAUSAL, WINDOW,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def _to_ticks(
     b, h, row, col = tile_of_grid(cols, ROWS, COLS)
     there = row < rows
     inside = there & (col < cols)
-    weights = _reachable_weights(
+    weights = _visible_weights(
         values_ptr, values_strides, positions, position_strides, b, h, row, col, there, inside, CAUSAL, WINDOW
     )
     head = (b * tl.num_programs(1) + h).to(tl.int64)
@@ -241,9 +241,9 @@ def _keep(
 
     row, col = (place // cols).to(tl.int32), (place % cols).to(tl.int32)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, inside, inside)
-    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    keep = keep | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
+    visible = inside & visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
+    keep = keep | diagonal_blocks(visible, q_first, k_last, CAUSAL)
     keep = keep | (tl.load(mass_ptr + h * mass_stride + one).to(tl.float32) >= 1.0)
     if forced_ptr is not None:
         keep = keep | (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0)
-    tl.store(keep_ptr + head * n + place, keep & reachable, mask=inside)
+    tl.store(keep_ptr + head * n + place, keep & visible, mask=inside)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept, BlockGrid
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.score import cpu_choices, cpu_scores
 
 
@@ -91,7 +91,7 @@ def top_cdf(
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept and counted first.
-        mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is reachable.
+        mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is visible.
         crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
             the heaviest block that is not forced is kept in any case.
         always: further blocks to keep, by position.
@@ -117,12 +117,12 @@ def top_cdf_reference(
     """The same in plain torch, but for the shares if these are taken by the kernel compiled for a CPU."""
     if not isinstance(mass, Tensor):
         mass = torch.full((1, 1, 1, 1), mass, dtype=torch.float64, device=values.device)  # a host copy would wait
-    mass, reachable = mass.float(), grid.reachable
+    mass, visible = mass.float(), grid.visible
     at_least = grid.diagonal if forced is None else grid.diagonal | forced
     if compiled:
-        keep = cpu_choices.shares_on_cpu(values, forced, mass, reachable, at_least, crossing=crossing)
+        keep = cpu_choices.shares_on_cpu(values, forced, mass, visible, at_least, crossing=crossing)
     else:
-        share = running_share(values.masked_fill(~reachable, 0.0), first=forced)
+        share = running_share(values.masked_fill(~visible, 0.0), first=forced)
         if crossing:
             taken = share.before < mass
         else:
@@ -130,7 +130,7 @@ def top_cdf_reference(
             rank = torch.arange(values.shape[-1], device=mass.device)
             taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
         keep = (share.put_back(taken) | at_least) | (mass >= 1)
-    return within_reach.reference(keep, grid, always=always)
+    return keep_visible.reference(keep, grid, always=always)
 
 
 @on_gpus(torch.float32, where=lambda values, *_, **__: values.shape[-1] <= MAX_COLS)
@@ -151,8 +151,8 @@ def row_share(
         of: what `alpha` is a share of: the row's best block, or the row.
         always: further blocks to keep, by position.
     """
-    reachable = grid.reachable
-    values = values.where(reachable, 0.0)
+    visible = grid.visible
+    values = values.where(visible, 0.0)
     if not isinstance(alpha, Tensor):
         alpha = torch.full(
             (1, 1, 1, 1), alpha, dtype=torch.float64, device=values.device
@@ -162,8 +162,8 @@ def row_share(
         keep = (values >= alpha.to(values.dtype) * values.amax(-1, keepdim=True)) & (values > 0)
     else:
         ticks = _ticks(values)
-        root = reachable.sum(-1, keepdim=True).double().sqrt()
+        root = visible.sum(-1, keepdim=True).double().sqrt()
         least = alpha.double() * ticks.sum(-1, keepdim=True).double()
         keep = (ticks.double() * root >= least) & (ticks > 0)
     keep = keep if forced is None else keep | forced
-    return within_reach.reference(keep, grid, always=always, diagonal=True)
+    return keep_visible.reference(keep, grid, always=always, diagonal=True)

@@ -21,12 +21,12 @@ from blocksparse.kernels.masks.grid_triton import (
     load_blocks,
     load_positions,
     positions,
-    reachable_blocks,
     rows_at,
     strides,
     tile,
+    visible_blocks,
 )
-from blocksparse.kernels.masks.reach_triton import numbers_of_always_kept, with_always_kept
+from blocksparse.kernels.masks.visibility_triton import numbers_of_always_kept, with_always_kept
 from blocksparse.kernels.select.top_k_triton import cut, first_of, width_of_rows
 from blocksparse.launch.launches import remembered
 
@@ -149,16 +149,16 @@ def _top_cdf_kernel(
     there = row < rows
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    weights = weights_of(load_blocks(values_ptr, values_strides, b, h, row, col, reachable, 0.0))
+    visible = inside & visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
+    weights = weights_of(load_blocks(values_ptr, values_strides, b, h, row, col, visible, 0.0))
     ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
     total = sum_of(ticks)
     left = total
     if forced_ptr is not None:
-        forced = (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0) & reachable
+        forced = (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0) & visible
         left = sum_of(tl.where(forced, 0.0, ticks))
         ticks = tl.where(forced, _FORCED, ticks)
-    ticks = tl.where(reachable, ticks, _UNREACHABLE)
+    ticks = tl.where(visible, ticks, _UNREACHABLE)
     if mass_ptr is None:
         share = tl.zeros([ROWS, 1], tl.float32) + mass
     else:
@@ -197,12 +197,12 @@ def _top_cdf_kernel(
     if near is not None or first is not None:
         k_first_at = rows_at(positions[2], position_strides[2], b, h, row) + col * position_strides[2][3]
         k_first = tl.load(k_first_at, mask=inside, other=0, volatile=True)
-    reachable = ticks > _UNREACHABLE
-    always = diagonal_blocks(reachable, q_first, k_last, CAUSAL) | (ticks == _FORCED)
+    visible = ticks > _UNREACHABLE
+    always = diagonal_blocks(visible, q_first, k_last, CAUSAL) | (ticks == _FORCED)
     placed = with_always_kept(
         share >= 1.0, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL
     )  # fmt: skip
-    keep = taken | always | (placed & reachable)
+    keep = taken | always | (placed & visible)
     tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)
 
 
@@ -244,8 +244,8 @@ def _row_share_kernel(
     there = row < rows
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    values = load_blocks(values_ptr, values_strides, b, h, row, col, reachable, 0.0)
+    visible = inside & visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
+    values = load_blocks(values_ptr, values_strides, b, h, row, col, visible, 0.0)
     if alpha_ptr is None:
         alpha = tl.zeros([ROWS, 1], tl.float32) + alpha
     else:
@@ -254,7 +254,7 @@ def _row_share_kernel(
         weights = weights_of(values)
         ticks = ticks_of(weights, tl.max(weights, 1, keep_dims=True))
         # Roots and products of fp64 are rounded alike on every device.
-        root = tl.sqrt(tl.sum(reachable.to(tl.int32), 1, keep_dims=True).to(tl.float64))
+        root = tl.sqrt(tl.sum(visible.to(tl.int32), 1, keep_dims=True).to(tl.float64))
         keep = ticks.to(tl.float64) * root >= alpha.to(tl.float64) * sum_of(ticks).to(tl.float64)
         keep = keep & (ticks > 0.0)
     else:
@@ -265,5 +265,5 @@ def _row_share_kernel(
     keep = with_always_kept(
         keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL
     )  # fmt: skip
-    keep = (keep & reachable) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
+    keep = (keep & visible) | diagonal_blocks(visible, q_first, k_last, CAUSAL)
     tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, keep, mask=inside)

@@ -48,19 +48,19 @@ def top_k(
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
         k: blocks per row, a number or one for each row `[rows, 1]`; None if `share` says how many.
-        share: `[1, H|1, 1, 1]` float64, of the row's reachable blocks, rounded up.
+        share: `[1, H|1, 1, 1]` float64, of the row's visible blocks, rounded up.
         forced_first: count forced blocks and the diagonal among the number, before all others. Else forced blocks
             come on top of it, and the diagonal ranks by its value.
         of_all_keys: the share is that of all columns, rounded down, but at least 1.
     """
-    reachable, cols = grid.reachable, values.shape[-1]
-    always = grid.diagonal if forced is None else (grid.diagonal | forced) & reachable
+    visible, cols = grid.visible, values.shape[-1]
+    always = grid.diagonal if forced is None else (grid.diagonal | forced) & visible
     values = values.nan_to_num(nan=float("-inf"))  # below every number, infinities included
     if forced_first:
         values = values.masked_fill(always, float("inf"))
     elif forced is not None:
         values = values.masked_fill(forced, float("-inf"))
-    order = (-values).masked_fill(~reachable, float("nan")).argsort(dim=-1, stable=True)  # NaN comes last
+    order = (-values).masked_fill(~visible, float("nan")).argsort(dim=-1, stable=True)  # NaN comes last
     if isinstance(k, Tensor):
         count = k
     elif share is None:
@@ -68,10 +68,10 @@ def top_k(
     elif of_all_keys:
         count = (share * cols).float().floor().clamp_min(1)
     else:  # rounded to fp32 before it is rounded up: .07 of 100 is 7
-        count = (share * reachable.sum(-1, keepdim=True)).float().ceil()
+        count = (share * visible.sum(-1, keepdim=True)).float().ceil()
     taken = torch.arange(cols, device=values.device) < count
     keep = torch.empty_like(values, dtype=torch.bool).scatter_(-1, order, taken.expand(values.shape))
-    return (keep | always) & reachable
+    return (keep | always) & visible
 
 
 LONGEST = 1024

@@ -28,10 +28,10 @@ from blocksparse.kernels.masks.grid_triton import (
     load_blocks,
     load_positions,
     positions,
-    reachable_blocks,
     rows_at,
     strides,
     tile,
+    visible_blocks,
 )
 from blocksparse.launch.launches import remembered
 
@@ -167,23 +167,23 @@ def _top_k_kernel(
     there = row < rows
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
-    always = diagonal_blocks(reachable, q_first, k_last, CAUSAL)
-    values = load_blocks(values_ptr, values_strides, b, h, row, col, reachable, float("-inf"))
+    visible = inside & visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
+    always = diagonal_blocks(visible, q_first, k_last, CAUSAL)
+    values = load_blocks(values_ptr, values_strides, b, h, row, col, visible, float("-inf"))
     values = tl.where(
         values != values,
         float("-inf"),
         tl.minimum(tl.maximum(values, -3.4028234663852886e38), 3.4028234663852886e38),
     )
     if forced_ptr is not None:
-        forced = (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0) & reachable
+        forced = (load_blocks(forced_ptr, forced_strides, b, h, row, col, inside, 0) != 0) & visible
         always = always | forced
         if not FORCED_FIRST:
             values = tl.where(forced, float("-inf"), values)
     if FORCED_FIRST:
         values = tl.where(always, float("inf"), values)
-    key = tl.where(reachable, sortable(values), _NO_KEY)
-    there = tl.sum(reachable.to(tl.int32), 1, keep_dims=True)
+    key = tl.where(visible, sortable(values), _NO_KEY)
+    there = tl.sum(visible.to(tl.int32), 1, keep_dims=True)
 
     if share_ptr is None:
         count = tl.zeros([ROWS, 1], tl.int32) + k
@@ -202,7 +202,7 @@ def _top_k_kernel(
     tied = key == worst
     number = tl.sum(tied.to(tl.float32), 1, keep_dims=True)
     taken = (key > worst) | first_of(tied, number, 1.0, missing, True)
-    tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, (taken | always) & reachable, mask=inside)
+    tl.store(rows_at(keep_ptr, keep_strides, b, h, row) + col, (taken | always) & visible, mask=inside)
 
 
 _CHUNK = 16  # columns that all others are compared with at a time

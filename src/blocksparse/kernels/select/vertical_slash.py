@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.sizes import FAR, HeadMask
 from blocksparse.kernels.masks.grid import AlwaysKept, BlockGrid
-from blocksparse.kernels.masks.reach import within_reach
+from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.select.top_cdf import running_share
 
 
@@ -73,7 +73,7 @@ def vertical_slash_blocks(
         keep = keep | (whole.float() >= 1).unsqueeze(-1)
     if also is not None:
         keep = keep | also
-    return within_reach(keep, grid, always=AlwaysKept(first=first), diagonal=True)
+    return keep_visible(keep, grid, always=AlwaysKept(first=first), diagonal=True)
 
 
 def crossed(bands: ChosenRuns, grid: BlockGrid) -> Tensor:

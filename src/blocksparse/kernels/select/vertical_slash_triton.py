@@ -19,9 +19,9 @@ from blocksparse.kernels.masks.grid_triton import (
     load_blocks,
     load_positions,
     positions,
-    reachable_blocks,
     strides,
     tile_of_grid,
+    visible_blocks,
 )
 from blocksparse.kernels.select.top_cdf_triton import exact_cut, limit_of, sum_of, ticks_of, weights_of
 from blocksparse.kernels.select.top_k_triton import cut, first_of, sortable, width_of_rows
@@ -72,19 +72,19 @@ def _vertical_slash_blocks_kernel(
     there = row < rows
     inside = there & (col < cols)
     q_first, q_last, k_first, k_last = load_positions(positions, position_strides, b, h, row, col, there, inside)
-    reachable = inside & reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
+    visible = inside & visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     head = (b * tl.num_programs(1) + h).to(tl.int64)
     keep_at = keep_ptr + (head * rows + row) * cols + col
-    if any_of(reachable) == 0:
+    if any_of(visible) == 0:
         tl.store(keep_at, tl.zeros([ROWS, COLS], tl.int1), mask=inside)
         return
     near, far = q_first - k_last, q_last - k_first
     if not CAUSAL:
         near, far = tl.maximum(near, -far), tl.maximum(far, -near)
     at = distances_ptr + head * (distances + 1)
-    before = tl.load(at + tl.minimum(tl.maximum(near, 0) // RUN, distances), mask=reachable, other=0)
+    before = tl.load(at + tl.minimum(tl.maximum(near, 0) // RUN, distances), mask=visible, other=0)
     end = tl.where(far < 0, 0, tl.maximum(far, 0) // RUN + 1)
-    keep = before < tl.load(at + tl.minimum(end, distances), mask=reachable, other=0)
+    keep = before < tl.load(at + tl.minimum(end, distances), mask=visible, other=0)
     at = keys_ptr + head * (keys + 1)
     before = tl.load(at + tl.minimum(col * KEY_RUN, keys), mask=col < cols, other=0)
     keep = keep | (before < tl.load(at + tl.minimum((col + 1) * KEY_RUN, keys), mask=col < cols, other=0))
@@ -94,7 +94,7 @@ def _vertical_slash_blocks_kernel(
         keep = keep | (k_first < first)
     if also_ptr is not None:
         keep = keep | (load_blocks(also_ptr, also_strides, b, h, row, col, inside, 0) != 0)
-    keep = (keep & reachable) | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
+    keep = (keep & visible) | diagonal_blocks(visible, q_first, k_last, CAUSAL)
     tl.store(keep_at, keep, mask=inside)
 
 

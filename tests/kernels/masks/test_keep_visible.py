@@ -1,4 +1,4 @@
-"""A choice spread over finer blocks within reach: the Triton kernel against the reference, bit for bit."""
+"""A choice spread over finer blocks that are visible: the Triton kernel against the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from blocksparse.kernels.masks.grid import AlwaysKept
-from blocksparse.kernels.masks.reach import within_reach
-from blocksparse.kernels.masks.reach_triton import within_reach_triton
+from blocksparse.kernels.masks.visibility import keep_visible
+from blocksparse.kernels.masks.visibility_triton import keep_visible_triton
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
 
 
@@ -31,8 +31,8 @@ def test_rules_of_position(kind: str, diagonal: bool, device: str) -> None:
         (rows, 1),
     ):
         keep = random_choice(*shape, device=device)
-        want = within_reach.reference(keep, grid, diagonal=diagonal)
-        assert torch.equal(within_reach_triton(keep, grid, diagonal=diagonal), want)
+        want = keep_visible.reference(keep, grid, diagonal=diagonal)
+        assert torch.equal(keep_visible_triton(keep, grid, diagonal=diagonal), want)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -45,8 +45,8 @@ def test_finer_blocks(kind: str, n: int, device: str) -> None:
     for heads in (1, Hq):
         keep = random_choice(B, heads, rows, cols, device=device)
         for given in (keep, keep[:, :1].expand(-1, heads, -1, -1)):
-            got = within_reach_triton(given, fine, n, skipped)
-            want = within_reach.reference(given, fine, n, skipped)
+            got = keep_visible_triton(given, fine, n, skipped)
+            want = keep_visible.reference(given, fine, n, skipped)
             assert torch.equal(got.expand_as(want), want)
 
 
@@ -68,8 +68,8 @@ def test_places(kind: str, device: str) -> None:
         diagonal = i % 2 == 0  # in turn, also in the loop below
         for args in ((None, grid), (keep, grid), (keep, fine, 2, skipped)):
             diagonal = not diagonal
-            want = within_reach.reference(*args, always=always, diagonal=diagonal)
-            for compute in (within_reach_triton, within_reach):
+            want = keep_visible.reference(*args, always=always, diagonal=diagonal)
+            for compute in (keep_visible_triton, keep_visible):
                 assert torch.equal(compute(*args, always=always, diagonal=diagonal).expand_as(want), want)
 
 
@@ -79,11 +79,11 @@ def test_numbers_of_any_size(kind: str, device: str) -> None:
     grid = make_grid(kind, device)
     for n in (2**20, 2**31 - 1, 2**32, 2**70):
         for always in (AlwaysKept(near=n), AlwaysKept(first=n)):
-            for compute in (within_reach_triton, within_reach.reference):
-                assert torch.equal(compute(None, grid, always=always), grid.reachable)
+            for compute in (keep_visible_triton, keep_visible.reference):
+                assert torch.equal(compute(None, grid, always=always), grid.visible)
         rare = AlwaysKept(stride=(n, 1))
-        want = within_reach.reference(None, grid, always=rare)
-        assert torch.equal(within_reach_triton(None, grid, always=rare).expand_as(want), want)
+        want = keep_visible.reference(None, grid, always=rare)
+        assert torch.equal(keep_visible_triton(None, grid, always=rare).expand_as(want), want)
 
 
 def test_two_of_a_kind_are_not_one() -> None:

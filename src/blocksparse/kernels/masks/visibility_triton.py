@@ -1,9 +1,4 @@
-"""The Triton kernels of `masks/reach.py`.
-
-The Triton kernel of `counter_hash`.
-The Triton kernel of `within_reach`.
-The Triton kernel of `any_head` and `visited_columns`.
-"""
+"""The Triton kernels of `masks/visibility.py`."""
 
 from __future__ import annotations
 
@@ -18,13 +13,13 @@ from blocksparse.kernels.masks.grid_triton import (
     diagonal_blocks,
     load_positions,
     positions,
-    reachable_blocks,
     rows_at,
     strides,
     tile_of_blocks,
     tile_of_grid,
+    visible_blocks,
 )
-from blocksparse.kernels.masks.reach import mix
+from blocksparse.kernels.masks.visibility import mix
 from blocksparse.launch.launches import remembered
 
 _HASH_ROWS, _HASH_COLS = 4, 256  # numbers per program
@@ -80,7 +75,7 @@ def _counter_hash_kernel(
 _TILE = 4096  # blocks of a launch tile
 
 
-def within_reach_triton(
+def keep_visible_triton(
     keep: Tensor | None,
     grid: BlockGrid,
     n: int = 1,
@@ -90,7 +85,7 @@ def within_reach_triton(
     segment: int | None = None,
     diagonal: bool = False,
 ) -> Tensor:
-    """Launch the kernel; arguments as in `within_reach`."""
+    """Launch the kernel; arguments as in `keep_visible`."""
     if keep is not None and keep.ndim < 4:
         keep = keep[(None,) * (4 - keep.ndim)]
     tensors, position_strides = positions(grid)
@@ -100,7 +95,7 @@ def within_reach_triton(
     rows, cols = grid.q_first.shape[2], grid.k_first.shape[3]
     out = torch.empty((B, H, rows, cols), dtype=torch.bool, device=grid.q_first.device)
     tile = tile_of_blocks(_TILE)
-    _within_reach_kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
+    _keep_visible_kernel[(cdiv(rows, tile["ROWS"]) * cdiv(cols, tile["COLS"]), H, B)](
         keep, tensors, out, None if keep is None else strides(keep), position_strides, rows, cols, skipped,
         *numbers_of_always_kept(grid, always), None if segment is None else min(segment, FAR),
         N=n, DIAGONAL=diagonal, CAUSAL=grid.causal, WINDOW=grid.window, **tile,
@@ -163,7 +158,7 @@ def with_always_kept(
 @triton.jit(
     do_not_specialize=["rows", "skipped", "near", "first", "eta", "state", "first_row", "from_query", "segment"]
 )
-def _within_reach_kernel(
+def _keep_visible_kernel(
     keep_ptr, position_ptrs, out_ptr, keep_strides, position_strides, rows, cols, skipped,
     near, first, eta, state, first_row, from_query, segment,
     N: tl.constexpr, DIAGONAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -174,7 +169,7 @@ def _within_reach_kernel(
     q_first, q_last, k_first, k_last = load_positions(
         position_ptrs, position_strides, b, h, row, col, there, inside
     )
-    reachable = reachable_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
+    visible = visible_blocks(q_first, q_last, k_first, k_last, CAUSAL, WINDOW)
     if keep_ptr is not None:
         keep_at = rows_at(keep_ptr, keep_strides, b, h, (row + skipped) // N) + col // N * keep_strides[3]
         keep = tl.load(keep_at, mask=inside, other=0) != 0
@@ -185,9 +180,9 @@ def _within_reach_kernel(
     )  # fmt: skip
     if segment is not None:
         keep = keep | (k_first // segment == q_first // segment)
-    keep = keep & reachable
+    keep = keep & visible
     if DIAGONAL:
-        keep = keep | diagonal_blocks(reachable, q_first, k_last, CAUSAL)
+        keep = keep | diagonal_blocks(visible, q_first, k_last, CAUSAL)
     out_row = (b * tl.num_programs(1) + h).to(tl.int64) * rows + row
     tl.store(out_ptr + out_row * cols + col, keep, mask=inside)
 

@@ -1,6 +1,6 @@
 """Masks that follow from positions, and from random numbers drawn by position.
 
-`within_reach`: A choice of blocks as a mask on a grid: spread over finer blocks, with the diagonal, as far as queries can see.
+`keep_visible`: A choice of blocks as a mask on a grid: spread over finer blocks, with the diagonal, as far as queries can see.
 `counter_hash`: Pseudo-random numbers that depend on what they are drawn for, and on nothing else.
 `any_head`: What any of several heads keeps of a mask.
 """
@@ -55,7 +55,7 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
 
 
 @on_gpus(of=lambda keep, grid, *_, **__: grid.q_first)
-def within_reach(
+def keep_visible(
     keep: Tensor | None,
     grid: BlockGrid,
     n: int = 1,
@@ -78,11 +78,11 @@ def within_reach(
         segment: a number of tokens; the blocks of `grid.own_segment(segment)` are chosen, too.
         diagonal: the blocks of `grid.diagonal` are chosen, too.
     """
-    reachable = grid.reachable
-    chosen = torch.zeros_like(reachable) if keep is None else keep
+    visible = grid.visible
+    chosen = torch.zeros_like(visible) if keep is None else keep
     if n > 1:
         chosen = chosen.repeat_interleave(n, dim=-2).repeat_interleave(n, dim=-1)
-        chosen = chosen[..., skipped : skipped + reachable.shape[-2], : reachable.shape[-1]]
+        chosen = chosen[..., skipped : skipped + visible.shape[-2], : visible.shape[-1]]
     if always.near is not None:
         chosen = chosen | grid.within(always.near)
     if always.first is not None:
@@ -93,7 +93,7 @@ def within_reach(
         chosen = chosen | (grid.q_last >= last_from(always.last, grid))
     if segment is not None:
         chosen = chosen | grid.own_segment(segment)
-    return (chosen | grid.diagonal if diagonal else chosen) & reachable
+    return (chosen | grid.diagonal if diagonal else chosen) & visible
 
 
 def every(eta: int, seed: int, grid: BlockGrid) -> Tensor:
