@@ -16,7 +16,7 @@ import blocksparse as bs
 from blocksparse.custom_op import OpaqueCall, _attend_each, attend, call_op
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import HeadGroupsTrace
-from blocksparse.spec import Asked
+from blocksparse.spec import AttentionOptions
 from blocksparse.testing import make_qkv
 from tests import drawn
 from tests.drawn import Case, cases
@@ -139,7 +139,7 @@ def test_what_ends_a_call_is_given_all_of_it_and_may_write(in_a_graph: bool, dev
         ended.append([out.clone(), *rest])
         out[:, :, -1] = 7
 
-    call, asked = OpaqueCall(dense_attention, ends=ends), Asked(window=9)
+    call, asked = OpaqueCall(dense_attention, ends=ends), AttentionOptions(window=9)
     q, k, v = (x.to(device) for x in make_qkv(Hq=4, Hkv=2, N=60, D=16))
     sequences = bs.Sequences(((0, 0, 20, 0, 20), (0, 20, 35, 20, 35)), batch=1, queries=60, keys=60)
     expected = attend(OpaqueCall(dense_attention), q, k, v, asked, sequences)

@@ -90,14 +90,14 @@ from blocksparse.select.positions import (
 from blocksparse.select.selector import PositionSelector, Selector, SelectorTraits
 from blocksparse.select.top_k import DecayingTopK, MeanStd, Threshold, TopK
 from blocksparse.select.vertical_slash import RoutedByDivergence, VerticalSlashCdf, VerticalSlashTopK
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 from blocksparse.values import Choice, Trace
 
 __all__ = [
     "AlwaysKept",
     "AntidiagonalScorer",
-    "Asked",
     "Attention",
+    "AttentionOptions",
     "AttentionOutput",
     "AttentionSpec",
     "AutoChoice",

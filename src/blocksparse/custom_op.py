@@ -14,7 +14,7 @@ from blocksparse.check.per_head import HeadValues
 from blocksparse.inputs import check_inputs, check_out, checked
 from blocksparse.launch.torch_modes import is_transformed, refuse_transforms, without_autocast
 from blocksparse.launch.torch_private import OpaqueBase, custom_op, opaque_object
-from blocksparse.spec import Asked, AttentionSpec, check_asked
+from blocksparse.spec import AttentionOptions, AttentionSpec, check_options
 
 
 @final
@@ -109,7 +109,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    asked: Asked,
+    options: AttentionOptions,
     sequences: Sequences | None = None,
     histories: Sequence[object] | None = None,
     out: Tensor | None = None,
@@ -120,7 +120,7 @@ def attend(
         TypeError, ValueError: no pipeline can run these arguments.
     """
     if not is_transformed():
-        q, k, v, spec = checked(q, k, v, asked, sequences)
+        q, k, v, spec = checked(q, k, v, options, sequences)
         if out is not None:
             if sequences is not None:
                 raise ValueError("'out' is for one prompt, and 'sequences' are several: leave one of the two out")
@@ -129,9 +129,9 @@ def attend(
     for name, given in (("history", histories), ("out", out)):
         if given is not None:
             refuse_transforms(name)
-    causal, scale = asked.get("causal", True), asked.get("scale")
+    causal, scale = options.get("causal", True), options.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
-    return call_op(call, q, k, v, scale, asked, sequences)
+    return call_op(call, q, k, v, scale, options, sequences)
 
 
 def call_op(
@@ -140,45 +140,50 @@ def call_op(
     k: Tensor,
     v: Tensor,
     scale: float,
-    asked: Asked,
+    options: AttentionOptions,
     sequences: Sequences | None = None,
 ) -> Tensor:
     """Put a node into the graph that is traced, which runs `call` of checked inputs."""
-    numbers, sinks = as_numbers(scale, asked)
+    numbers, sinks = as_numbers(scale, options)
     if sequences is None:
-        out: Tensor = _attend(q, k, v, call, numbers, sinks, asked.get("remaining", 0))
+        out: Tensor = _attend(q, k, v, call, numbers, sinks, options.get("remaining", 0))
     else:
-        out = _attend_each(q, k, v, call, sequences, numbers, sinks, asked.get("remaining", 0))
+        out = _attend_each(q, k, v, call, sequences, numbers, sinks, options.get("remaining", 0))
     return out
 
 
 # A graph has no attention specs: its nodes take their fields, as numbers and a tensor.
 
 
-def as_numbers(scale: float, asked: Asked) -> tuple[list[float], Tensor | None]:
+def as_numbers(scale: float, options: AttentionOptions) -> tuple[list[float], Tensor | None]:
     """The options of a layer as arguments of a node: causality, scale, window and softcap, with 0 for none.
 
     Sinks are `[Hq]`, or `[]` for one number. How much of a prompt remains is a separate argument, since a graph is
     compiled for each float.
 
     Raises:
-        TypeError, ValueError: as in `check_asked`.
+        TypeError, ValueError: as in `check_options`.
     """
-    check_asked(asked)
-    causal, sinks = asked.get("causal", True), asked.get("sinks")
+    check_options(options)
+    causal, sinks = options.get("causal", True), options.get("sinks")
     if isinstance(sinks, HeadValues):
         sinks = sinks.values
     elif sinks is not None and not isinstance(sinks, Tensor):
         sinks = torch.tensor(sinks, dtype=torch.float64, device="cpu")
-    return [float(causal), scale, float(asked.get("window") or 0), float(asked.get("softcap") or 0)], sinks
+    return [float(causal), scale, float(options.get("window") or 0), float(options.get("softcap") or 0)], sinks
 
 
 def spec_of(numbers: list[float], sinks: Tensor | None, heads: int, remaining: int = 0) -> AttentionSpec:
     """The spec whose fields a node got."""
     causal, scale, window, softcap = numbers
-    asked = Asked(causal=bool(causal), window=int(window) or None, softcap=softcap or None, sinks=sinks)
-    asked["remaining"] = remaining
-    return AttentionSpec.of(heads, scale, asked)
+    options = AttentionOptions(
+        causal=bool(causal),
+        window=int(window) or None,
+        softcap=softcap or None,
+        sinks=sinks,
+        remaining=remaining,
+    )
+    return AttentionSpec.of(heads, scale, options)
 
 
 @custom_op("blocksparse::attend")

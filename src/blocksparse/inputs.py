@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from blocksparse.batch.sequences import Sequences
 from blocksparse.launch.torch_modes import AUTOCAST_TAKES, DTYPES, refuse_tracing
 from blocksparse.launch.torch_private import under_forward_mode
-from blocksparse.spec import Asked, AttentionSpec, checked_scale
+from blocksparse.spec import AttentionOptions, AttentionSpec, checked_scale
 
 MAX_HEAD_DIM = 256
 _LAYOUT = "the layout is [B, H, N, D], heads before tokens"
@@ -104,16 +104,16 @@ def check_inputs(
 
 
 def checked(
-    q: Tensor, k: Tensor, v: Tensor, asked: Asked, sequences: Sequences | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sequences: Sequences | None = None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """Checked q, k and v, and the other arguments of the call as the spec that stages take.
 
     Raises:
         TypeError, ValueError: as in `check_inputs` and `AttentionSpec`, or sinks are not one per query head.
     """
-    causal, scale = asked.get("causal", True), asked.get("scale")
+    causal, scale = options.get("causal", True), options.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
-    return q, k, v, AttentionSpec.of(q.shape[1], scale, asked)
+    return q, k, v, AttentionSpec.of(q.shape[1], scale, options)
 
 
 def check_out(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:

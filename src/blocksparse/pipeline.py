@@ -20,7 +20,7 @@ from blocksparse.score.key_history import KeyHistory, a_history, one_for_each
 from blocksparse.score.scorer import Scorer
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.selector import Selector
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 from blocksparse.values import Choice, MaskT, PermutationT, ScoresT, Trace
 
 _chosen = a(Choice).or_else("pipeline.choose(q, k) makes one")
@@ -129,12 +129,12 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
                 given, and the scorer remembers nothing.
         """
         refuse_mask(attn_mask)
-        asked: Asked = {
+        options: AttentionOptions = {
             "causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks,
             "remaining": remaining,
         }  # fmt: skip
         histories = None if history is None else one_for_each(history, sequences)
-        return attend(self._call, q, k, v, asked, sequences, histories, out)
+        return attend(self._call, q, k, v, options, sequences, histories, out)
 
     def choose(
         self,
@@ -143,7 +143,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         v: Tensor | None = None,
         *,
         history: KeyHistory | None = None,
-        **asked: Unpack[Asked],
+        **options: Unpack[AttentionOptions],
     ) -> Choice[MaskT]:
         """Return the blocks that a call with these arguments attends to, without attending.
 
@@ -152,17 +152,17 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
 
         Args:
             v: the values, which only a `ValueScorer` needs.
-            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as in a call.
+            options: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as in a call.
 
         Raises:
             TypeError, ValueError: as in a call; or the scorer needs `v`.
         """
         refuse_transforms("choose")
         a_history.check(history=history)
-        q, k, values, spec = checked(q, k, k if v is None else v, asked)
+        q, k, values, spec = checked(q, k, k if v is None else v, options)
         with without_autocast(q):
             mask = self._core.choose(q, k, None if v is None else values, spec, history)[2]
-        given = asked.get("scale")
+        given = options.get("scale")
         return Choice(mask, spec if given is None else evolve(spec, scale=given), q.shape[3], q.dtype)
 
     def attend(
@@ -184,20 +184,20 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         with without_autocast(q):
             return self._core.execute(q, k, v, choice.mask, spec, out)
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AttentionOutput:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> AttentionOutput:
         """Return the output and the log-sum-exp of each query row.
 
         Outputs over disjoint sets of keys can be merged by their lse. The stages always run, even where the
         executor would have a plain call attend densely, since dense attention gives no lse here.
 
         Args:
-            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as in a call.
+            options: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as in a call.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs, or gives no lse.
         """
         refuse_transforms("with_lse")
-        output = self.attend(q, k, v, self.choose(q, k, v, **asked))
+        output = self.attend(q, k, v, self.choose(q, k, v, **options))
         if output.lse is None:
             raise ValueError(
                 f"{type(self.executor).__name__} gives no lse for tensors on {q.device.type}: call the pipeline "
@@ -216,17 +216,17 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     @overload
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: None = None,
-        history: KeyHistory | None = None, done: Done = tell_nobody, **asked: Unpack[Asked],
+        history: KeyHistory | None = None, done: Done = tell_nobody, **options: Unpack[AttentionOptions],
     ) -> Trace[PermutationT, ScoresT, MaskT]: ...  # fmt: skip
     @overload
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: Sequences,
-        history: Sequence[KeyHistory] | None = None, done: Done = tell_nobody, **asked: Unpack[Asked],
+        history: Sequence[KeyHistory] | None = None, done: Done = tell_nobody, **options: Unpack[AttentionOptions],
     ) -> list[Trace[PermutationT, ScoresT, MaskT] | None]: ...  # fmt: skip
     def trace(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, *, sequences: Sequences | None = None,
         history: KeyHistory | Sequence[KeyHistory] | None = None, done: Done = tell_nobody,
-        **asked: Unpack[Asked],
+        **options: Unpack[AttentionOptions],
     ) -> Trace[PermutationT, ScoresT, MaskT] | list[Trace[PermutationT, ScoresT, MaskT] | None]:  # fmt: skip
         """Make the same call with the same arguments, and return every value of it.
 
@@ -240,7 +240,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """
         refuse_mask(attn_mask)
         refuse_transforms("trace")
-        q, k, v, spec = checked(q, k, v, asked, sequences)
+        q, k, v, spec = checked(q, k, v, options, sequences)
         histories = one_for_each(history, sequences)
         with without_autocast(q):
             if sequences is None:

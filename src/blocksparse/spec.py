@@ -73,7 +73,7 @@ _MOST_SINK = 2.0**100  # which kernels can multiply by log2(e) in fp32; no dtype
 _sink = numbers("a number up to 2**100, or -inf for no sink", lambda x: x <= _MOST_SINK)
 
 
-class Asked(TypedDict, total=False):
+class AttentionOptions(TypedDict, total=False):
     """The arguments of a call of attention that become its `AttentionSpec`."""
 
     causal: bool
@@ -84,7 +84,7 @@ class Asked(TypedDict, total=False):
     remaining: int
 
 
-def check_asked(asked: Asked) -> None:
+def check_options(options: AttentionOptions) -> None:
     """Check the arguments that a node of a graph cannot check, since it gets numbers and a tensor.
 
     torch.compile traces this. The node itself checks the numbers in sinks, and for how many heads they are.
@@ -92,17 +92,17 @@ def check_asked(asked: Asked) -> None:
     Raises:
         TypeError, ValueError: an argument is unknown, or not of its kind or out of its range.
     """
-    _refuse_unknown(asked)
-    flag.check(causal=asked.get("causal", True))
-    _window.check(window=asked.get("window"))
-    _softcap_or_none.check(softcap=asked.get("softcap"))
-    count.check(remaining=asked.get("remaining", 0))
-    if not may_be_numbers(sinks := asked.get("sinks")):
+    _refuse_unknown(options)
+    flag.check(causal=options.get("causal", True))
+    _window.check(window=options.get("window"))
+    _softcap_or_none.check(softcap=options.get("softcap"))
+    count.check(remaining=options.get("remaining", 0))
+    if not may_be_numbers(sinks := options.get("sinks")):
         raise TypeError(f"'sinks' must be {_sink.what}: {shown(sinks)}")
 
 
-def _refuse_unknown(asked: Mapping[str, object]) -> None:
-    if unknown := asked.keys() - Asked.__annotations__.keys():
+def _refuse_unknown(options: Mapping[str, object]) -> None:
+    if unknown := options.keys() - AttentionOptions.__annotations__.keys():
         more = ", ".join(sorted(unknown))
         raise TypeError(f"this call takes causal, scale, window, softcap, sinks and remaining, but no {more}")
 
@@ -158,7 +158,7 @@ class AttentionSpec:
             )
 
     @staticmethod
-    def of(heads: int, scale: float, asked: Asked) -> AttentionSpec:
+    def of(heads: int, scale: float, options: AttentionOptions) -> AttentionSpec:
         """The spec of a call of `heads` query heads, with a known scale.
 
         Objects are cached, since every call of a layer needs one.
@@ -166,7 +166,7 @@ class AttentionSpec:
         Raises:
             TypeError, ValueError: as in the class; or sinks are for another number of heads.
         """
-        given: dict[str, Any] = {**asked, "scale": scale}
+        given: dict[str, Any] = {**options, "scale": scale}
         sinks = given.get("sinks")
         if isinstance(sinks, Tensor) and sinks.ndim == 1 and sinks.device.type != "cpu" and is_plain(sinks):
             sinks = given["sinks"] = read(sinks)
@@ -182,9 +182,9 @@ class AttentionSpec:
         spec.check_heads(heads)
         return spec
 
-    def arguments(self) -> Asked:
+    def arguments(self) -> AttentionOptions:
         """The fields as arguments of a pipeline's call."""
-        # `Asked(...)` would make the same, but torch.compile cannot trace it.
+        # `AttentionOptions(...)` would make the same, but torch.compile cannot trace it.
         return {
             "causal": self.causal,
             "scale": self.scale,

@@ -253,7 +253,7 @@ def test_a_layer_has_its_softcap_and_sinks(dense: bool) -> None:
         evolve(pipeline, executor=Int8Executor()) if dense else pipeline, 7, None, Workspace(160), **own
     )
     out = torch.empty_like(q)
-    attend._attend(q, k, v, out, attend.asked(0.3))
+    attend._attend(q, k, v, out, attend.options(0.3))
     expected = dense_attention(q, k, v, AttentionSpec(scale=0.3, **own))
     torch.testing.assert_close(out, expected if dense else pipeline(q, k, v, scale=0.3, **own))
 

@@ -70,7 +70,7 @@ def test_a_short_prompt_is_attended_exactly() -> None:
 def test_a_layers_window_softcap_and_sinks() -> None:
     """With nothing left out it is the reference, whatever a layer asks for."""
     case = small(7, causal=True, N=50)
-    asked: bs.Asked = {"window": 20, "softcap": 3.0, "sinks": 0.5}
+    asked: bs.AttentionOptions = {"window": 20, "softcap": 3.0, "sinks": 0.5}
     trace = bs.skip_softmax(1e-30, block=8).trace(case.q, case.k, case.v, **asked)
     want = bs.ReferenceExecutor()(case.q, case.k, case.v, trace.mask, trace.spec)
     torch.testing.assert_close(trace.output.out, want.out)
@@ -127,7 +127,7 @@ def test_a_cpus_compiled_kernel_leaves_out_the_same(
     k[:, 0, 128:384] *= 0.01  # what all queries of a row leave out
     executor, left = bs.SkipSoftmaxExecutor(50.0), "blocksparse.execute.skip_softmax.cpu_kernel_refuses"
     pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(q_block, k_block=k_block), bs.Everything(), executor)
-    asked: list[bs.Asked] = [{}, {"softcap": 50.0, "sinks": 0.5, "window": 450}, {"causal": False}]
+    asked: list[bs.AttentionOptions] = [{}, {"softcap": 50.0, "sinks": 0.5, "window": 450}, {"causal": False}]
     for more in asked:
         with monkeypatch.context() as plain:
             plain.setattr(left, lambda *_: ["it is not asked"])

@@ -27,7 +27,7 @@ from blocksparse.execute.executor import AttentionOutput
 from blocksparse.inputs import check_inputs
 from blocksparse.launch.torch_modes import DTYPES
 from blocksparse.layers.head_groups import Heads
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 
 # torch 2.13 renamed this collective, and warns of the old name; 2.11 has only the old one.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -229,7 +229,7 @@ def checked(
     *,
     ranks: Ranks,
     sequences: Sequences | None = None,
-    **asked: Unpack[Asked],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """The inputs of this rank in the form that stages take.
 
@@ -240,8 +240,8 @@ def checked(
     """
     try:
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
-        q, k, v, scale = check_inputs(q, k, v, causal=False, scale=asked.get("scale"), sequences=sequences)
-        spec = AttentionSpec.of(q.shape[1], scale, asked)
+        q, k, v, scale = check_inputs(q, k, v, causal=False, scale=options.get("scale"), sequences=sequences)
+        spec = AttentionSpec.of(q.shape[1], scale, options)
         if spec.window is not None:
             raise ValueError(
                 f"the call has a sliding window of {spec.window} tokens, and no scheme supports windows: spread "

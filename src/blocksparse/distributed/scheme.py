@@ -31,7 +31,7 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.order.permutation import Permuter
 from blocksparse.pipeline import Pipeline
 from blocksparse.score.scorer import ValueScorer
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 
 
 @frozen(eq=False)
@@ -53,13 +53,13 @@ class Scheme(ABC):
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
         """Attend this rank's `q` `[B, Hq, M, D]` to the keys and values of all ranks: `[B, Hq, M, Dv]`.
 
         Args:
             k, v: this rank's keys `[B, Hkv, N, D]` and values `[B, Hkv, N, Dv]`. Ranks may have unequal numbers of
                 tokens.
-            asked: `causal`, `scale`, `softcap`, `sinks` and `remaining`, as in a `Pipeline`. The queries of all
+            options: `causal`, `scale`, `softcap`, `sinks` and `remaining`, as in a `Pipeline`. The queries of all
                 ranks are the last ones of all keys. No scheme knows a `window`.
 
         Raises:
@@ -68,17 +68,17 @@ class Scheme(ABC):
                 group waits.
         """
         if is_transformed():
-            q, k, v, scale = check_inputs(q, k, v, causal=False, scale=asked.get("scale"))
-            return call_op(self._call, q, k, v, scale, asked)
-        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
+            q, k, v, scale = check_inputs(q, k, v, causal=False, scale=options.get("scale"))
+            return call_op(self._call, q, k, v, scale, options)
+        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **options)
         return self._call(q, k, v, spec)
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AttentionOutput:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> AttentionOutput:
         """Make the same call, and return the lse of this rank's queries together with their output.
 
         The stages always run, as in `Pipeline.with_lse`; `visited` is None.
         """
-        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
+        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **options)
         with without_autocast(q):
             return self.run(q, k, v, ShardedCall(spec, True, q.shape[1], k.shape[1]))
 

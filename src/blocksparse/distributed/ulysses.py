@@ -21,7 +21,7 @@ from blocksparse.execute.executor import AttentionOutput
 from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.layers.head_groups import AnyPipeline, Heads
 from blocksparse.pipeline import Pipeline
-from blocksparse.spec import Asked
+from blocksparse.spec import AttentionOptions
 
 
 @final
@@ -67,7 +67,7 @@ class Ulysses(Scheme):
         v: Tensor,
         *,
         sequences: Sequences | None = None,
-        **asked: Unpack[Asked],
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """Attend as `Scheme` describes.
 
@@ -81,7 +81,7 @@ class Ulysses(Scheme):
                 traces the call.
         """
         if sequences is None:
-            return super().__call__(q, k, v, **asked)
+            return super().__call__(q, k, v, **options)
         if isinstance(self.attention, Scheme):
             raise ValueError(
                 "'sequences' are for a Ulysses around a pipeline, which has whole prompts of some heads"
@@ -90,11 +90,11 @@ class Ulysses(Scheme):
             raise ValueError(
                 "torch.compile takes no 'sequences' over ranks: call without, or leave the call out of it"
             )
-        q, k, v, spec = checked(q, k, v, ranks=self._ranks, sequences=sequences, **asked)
+        q, k, v, spec = checked(q, k, v, ranks=self._ranks, sequences=sequences, **options)
         with without_autocast(q):
             return self.run(q, k, v, ShardedCall(spec, False, q.shape[1], k.shape[1], sequences=sequences)).out
 
-    def measured(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+    def measured(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
         """Make the call, and return the density of every query head, `[Hq]` float64, the same on every rank.
 
         Densities of heads differ a lot, and are much alike from call to call: `attrs.evolve(ulysses, density=...)`
@@ -103,7 +103,7 @@ class Ulysses(Scheme):
         Raises:
             ValueError: `attention` is another scheme, of which a rank sees some rows only.
         """
-        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **asked)
+        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **options)
         if isinstance(self.attention, Scheme):
             raise ValueError("densities are measured for whole sequences: give a Ulysses around a pipeline")
         density = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)

@@ -18,7 +18,7 @@ from blocksparse.execute.executor import AttentionOutput
 from blocksparse.inputs import checked
 from blocksparse.launch.torch_modes import refuse_transforms, without_autocast
 from blocksparse.pipeline import Pipeline
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 from blocksparse.values import Trace
 
 AnyTrace = Trace[Any, Any, Any]
@@ -139,20 +139,20 @@ class HeadGroups:
         *,
         sequences: Sequences | None = None,
         out: Tensor | None = None,
-        **asked: Unpack[Asked],
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
         Args:
             sequences: where several prompts lie in q, k and v, as for a `Pipeline`.
             out: what the output of one prompt is written to, as for a `Pipeline`.
-            asked: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as for a `Pipeline`. Sinks are
-                those of all query heads, in the order of the model.
+            options: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as for a `Pipeline`. Sinks
+                are those of all query heads, in the order of the model.
 
         Raises:
             TypeError, ValueError: a pipeline cannot run its inputs, or the groups do not name each KV head of `k`.
         """
-        return attend(self._call, q, k, v, asked, sequences, out=out)
+        return attend(self._call, q, k, v, options, sequences, out=out)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         parts = {
@@ -163,21 +163,27 @@ class HeadGroups:
 
     @overload
     def trace(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sequences: None = None, **asked: Unpack[Asked]
+        self, q: Tensor, k: Tensor, v: Tensor, *, sequences: None = None, **options: Unpack[AttentionOptions]
     ) -> HeadGroupsTrace: ...
     @overload
     def trace(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, **asked: Unpack[Asked]
+        self, q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences, **options: Unpack[AttentionOptions]
     ) -> list[HeadGroupsTrace | None]: ...
     def trace(
-        self, q: Tensor, k: Tensor, v: Tensor, *, sequences: Sequences | None = None, **asked: Unpack[Asked]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        sequences: Sequences | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> HeadGroupsTrace | list[HeadGroupsTrace | None]:
         """Make the same call with the same arguments, and return every value of it.
 
         Of `sequences` it returns a list with the trace of each one, and None for one without queries or keys.
         """
         refuse_transforms("trace")
-        q, k, v, spec = checked(q, k, v, asked, sequences)
+        q, k, v, spec = checked(q, k, v, options, sequences)
         with without_autocast(q):
             if sequences is None:
                 return self._trace(q, k, v, spec)

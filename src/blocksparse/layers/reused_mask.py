@@ -23,7 +23,7 @@ from blocksparse.layers.attention import Attention
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.layers.schedule import Schedule
 from blocksparse.pipeline import Pipeline
-from blocksparse.spec import Asked
+from blocksparse.spec import AttentionOptions
 from blocksparse.values import Choice, Trace
 
 _MOST_CALLS = 8  # of a layer in one step for one prompt, whose choices are kept for later steps
@@ -154,30 +154,30 @@ class ReusedMask:
         if self.layer == self.chooser:
             self.cache.begin(self.cache.step + 1)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`."""
-        trace = self._sparse(q, k, v, asked)
-        return self.pipeline(q, k, v, **asked) if trace is None else trace.output.out
+        trace = self._sparse(q, k, v, options)
+        return self.pipeline(q, k, v, **options) if trace is None else trace.output.out
 
-    def trace(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> AnyTrace:
+    def trace(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> AnyTrace:
         """Make the same call, and return every value of it; `scores` is None, since choices keep none."""
-        trace = self._sparse(q, k, v, asked)
-        return self.pipeline.trace(q, k, v, **asked) if trace is None else trace
+        trace = self._sparse(q, k, v, options)
+        return self.pipeline.trace(q, k, v, **options) if trace is None else trace
 
-    def _sparse(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> AnyTrace | None:
+    def _sparse(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AnyTrace | None:
         """The trace of the call; None if the pipeline attends densely."""
         if (crossed := self.crossings()) > self._crossed:
             self._crossed = crossed
             self.cache.forget(self.layer, self.chooser)
-        given = checked(q, k, v, asked)
+        given = checked(q, k, v, options)
         spec = given[3]
         if self.pipeline.dense_because(*given) is not None:
             return None
         plain = spec if spec.sinks is None else evolve(spec, sinks=None)  # by which no block is chosen
         # The scale as it was asked for, since that of the spec has lost its sign to q.
-        call = self.pipeline, q.shape, k.shape, q.dtype, q.device, plain, asked.get("scale")
+        call = self.pipeline, q.shape, k.shape, q.dtype, q.device, plain, options.get("scale")
         choice, age = self.cache.choice(
-            self.layer, self.chooser, call, lambda: self.pipeline.choose(q, k, v, **asked)
+            self.layer, self.chooser, call, lambda: self.pipeline.choose(q, k, v, **options)
         )
         if spec.sinks is not None:
             choice = evolve(choice, spec=evolve(choice.spec, sinks=spec.sinks))

@@ -21,7 +21,7 @@ from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.attention import Attention, LayerTrace
 from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
 from blocksparse.observe.estimate import Crossing, Estimate, LayerAudit, families, ratio, row_sums, table
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 
 
 def _is_number(x: object) -> bool:
@@ -252,9 +252,9 @@ class AuditedAttention:
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`."""
-        return attend(self._call, q, k, v, asked)
+        return attend(self._call, q, k, v, options)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
@@ -266,13 +266,13 @@ class AuditedAttention:
         self.audit.compare(self.layer, trace)
         return trace.output.out
 
-    def trace(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> LayerTrace:
+    def trace(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> LayerTrace:
         """Make the same call with the same arguments, and return every value of it."""
         dense, audited = self.audit.begins(self.layer, may_audit=not _is_captured(q))
         if dense:
-            trace = HeadGroups({tuple(range(k.shape[1])): None}).trace(q, k, v, **asked)
+            trace = HeadGroups({tuple(range(k.shape[1])): None}).trace(q, k, v, **options)
             return evolve(trace, dense_because=self.fallen_back)
-        found = self.attention.trace(q, k, v, **asked)
+        found = self.attention.trace(q, k, v, **options)
         if audited:
             self.audit.compare(self.layer, found)
         return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.layers.attention import Attention, LayerTrace
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 from blocksparse.values import Trace
 
 _COUNTING = Lock()  # several threads may run one model
@@ -144,16 +144,16 @@ class RecordedAttention:
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`."""
-        return attend(self._call, q, k, v, asked)
+        return attend(self._call, q, k, v, options)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         return self.trace(q, k, v, **spec.arguments()).output.out
 
-    def trace(self, q: Tensor, k: Tensor, v: Tensor, **asked: Unpack[Asked]) -> LayerTrace:
+    def trace(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> LayerTrace:
         """Make the same call with the same arguments, and return every value of it."""
-        trace, sizes = self.attention.trace(q, k, v, **asked), {"q_len": q.shape[2], "k_len": k.shape[2]}
-        causal, window = asked.get("causal", True), asked.get("window")
+        trace, sizes = self.attention.trace(q, k, v, **options), {"q_len": q.shape[2], "k_len": k.shape[2]}
+        causal, window = options.get("causal", True), options.get("window")
         self.recorder.saw(self.layer, trace, **sizes, causal=causal, window=window)
         return trace

@@ -24,7 +24,7 @@ from blocksparse.inputs import UnsupportedError
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.observe.metrics import AuditGauges
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 
 
 @final
@@ -77,7 +77,7 @@ class PagedAttention:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def asked(self, scale: float | None, remaining: int = 0) -> Asked:
+    def options(self, scale: float | None, remaining: int = 0) -> AttentionOptions:
         """The arguments of a call of the pipeline."""
         return {"scale": scale, "softcap": self.softcap, "sinks": self.sinks, "remaining": remaining}
 
@@ -99,22 +99,22 @@ class PagedAttention:
             start, stop = prefills.rows[request]
             q, rows = (x[start:stop].transpose(0, 1)[None] for x in (query, out))  # [1, Hq, M, D]
             room = self.workspace.room(keys, values)
-            asked = self.asked(scale, prefills.remaining[request])
-            self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, asked)
+            options = self.options(scale, prefills.remaining[request])
+            self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, options)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, asked: Asked) -> None:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: AttentionOptions) -> None:
         gauges = self.gauges if self.gauges is not None and self.gauges.wants(self.layer) else None
         try:
             if self.recorder is None and gauges is None:
-                self.pipeline(q, k, v, **asked, out=out)
+                self.pipeline(q, k, v, **options, out=out)
                 return
-            trace = self.pipeline.trace(q, k, v, **asked)
+            trace = self.pipeline.trace(q, k, v, **options)
         except UnsupportedError as error:
             _warn_once(self.layer, error.because)
             if self.recorder is not None:
                 self.recorder.saw_dense(self.layer, error.because)
-            assert asked["scale"] is not None  # an engine always gives it
-            out.copy_(dense_attention(q, k, v, AttentionSpec.of(q.shape[1], asked["scale"], asked)))
+            assert options["scale"] is not None  # an engine always gives it
+            out.copy_(dense_attention(q, k, v, AttentionSpec.of(q.shape[1], options["scale"], options)))
             return
         if self.recorder is not None:
             self.recorder.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2])

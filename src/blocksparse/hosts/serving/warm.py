@@ -102,9 +102,9 @@ def warm(
         q, rows = (x[:M].transpose(0, 1)[None] for x in (query, out))
         try:
             k, v = table.gather_one(0, keys, values, room)
-            attention.pipeline(q, k, v, **attention.asked(None), out=rows)
+            attention.pipeline(q, k, v, **attention.options(None), out=rows)
             if attention.gauges is not None:  # a call that is audited has a trace
-                attention.pipeline.trace(q, k, v, **attention.asked(None))
+                attention.pipeline.trace(q, k, v, **attention.options(None))
         except UnsupportedError as error:
             raise ConfigurationError(
                 f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}; "

@@ -75,7 +75,7 @@ class TransformersAdapter:
         if id(module) not in self.modules:
             return dense(call)
         layer, seen, reason = self.layers[call.layer], call.seen, call.dense_because()
-        asked = call.asked()
+        asked = call.options()
         if reason is None:
             assert seen is not None  # or there would be a reason
             # With a window, a softcap or sinks the layer itself attends densely, where it does: transformers'
@@ -171,5 +171,5 @@ def _attend(
     if reason is not None:
         adapter.outcomes.saw_dense(call.layer, reason)
         return dense(evolve(call, mask=prompts if mask is None else mask))
-    out = adapter.layers[call.layer](query, key, value, sequences, **call.asked())
+    out = adapter.layers[call.layer](query, key, value, sequences, **call.options())
     return out.transpose(1, 2).contiguous(), None

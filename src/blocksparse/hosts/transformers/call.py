@@ -20,7 +20,7 @@ from blocksparse.batch.sequences import Sequences
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.launch.torch_modes import is_checkpointed
-from blocksparse.spec import Asked
+from blocksparse.spec import AttentionOptions
 
 
 @final
@@ -118,9 +118,9 @@ class AttentionCall:
                         packed.check_fits(B, M, mask.seen, causal=True)
                         mask = evolve(mask, sequences=packed, tensor=None)
                 return cls(module, query, key, value, mask, True, mask.seen, kwargs)
-        asked = kwargs.get("is_causal")
+        options = kwargs.get("is_causal")
         # transformers' sdpa takes a module that says nothing for causal; but encoders are among them.
-        causal = bool(getattr(module, "is_causal", False) if asked is None else asked)
+        causal = bool(getattr(module, "is_causal", False) if options is None else options)
         if mask is not None:
             return cls(module, query, key, value, mask, causal, None, kwargs)
         if eager:  # whose masks are never left out, and which does not know `is_causal`
@@ -158,7 +158,7 @@ class AttentionCall:
         """The window in tokens, if the mask hides nothing but other prompts and keys outside a window."""
         return self.mask.window if isinstance(self.mask, PromptMask) else None
 
-    def asked(self) -> Asked:
+    def options(self) -> AttentionOptions:
         """The options of the layer, as arguments of a pipeline."""
         kwargs = self.kwargs
         # Written as a dict, since torch.compile cannot call a TypedDict some of whose keys may be left out.
@@ -172,8 +172,8 @@ class AttentionCall:
     @property
     def wants_weights(self) -> bool:
         """Whether somebody asks for weights: in the call, in the config, or of a model that keeps it to itself."""
-        if (asked := self.kwargs.get("output_attentions")) is not None:
-            return bool(asked)
+        if (options := self.kwargs.get("output_attentions")) is not None:
+            return bool(options)
         if getattr(getattr(self.module, "config", None), "output_attentions", False):
             return True
         if torch.compiler.is_compiling() and not _active_collector.compiling:

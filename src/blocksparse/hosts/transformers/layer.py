@@ -24,7 +24,7 @@ from blocksparse.hosts.transformers.prompt_mask import padded_behind
 from blocksparse.inputs import UnsupportedError
 from blocksparse.layers.attention import Attention, LayerTrace
 from blocksparse.observe.density_recorder import DensityRecorder
-from blocksparse.spec import Asked, AttentionSpec
+from blocksparse.spec import AttentionOptions, AttentionSpec
 
 _log = logging.getLogger(__name__)
 _COUNTING = Lock()  # several threads may run one model
@@ -116,14 +116,14 @@ class LayerAttention:
         sequences: Sequences | None = None,
         *,
         dropped: int = 0,
-        **asked: Unpack[Asked],
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
-        """Attend as `asked`, where a cache has dropped so many tokens before the first key."""
+        """Attend with these options, where a cache has dropped so many tokens before the first key."""
         histories = None
         if dropped:
             firsts = [0] if sequences is None else [span.first_key for span in sequences.spans]
             histories = [0 if first else dropped for first in firsts]  # dropped padding counts too
-        return attend(self._call, q, k, v, asked, sequences, histories)
+        return attend(self._call, q, k, v, options, sequences, histories)
 
     def dense_because(self, queries: int, keys: int, window: int | None, history: int = 0) -> str | None:
         """The reason why a prompt of this size is dense in this layer, or None.
