@@ -165,7 +165,7 @@ def test_short_requests_and_layers_without_a_pipeline(run: Run) -> None:
 
 
 def test_windows_and_softcaps_are_dense(run: Run, tmp_path: Path) -> None:
-    model = gemma(tmp_path / "gemma")
+    model = gemma(tmp_path / "gemma", "sliding_attention", "full_attention")
     config = json.loads((model / "config.json").read_text())
     # SGLang reads the older name of an entry.
     (model / "config.json").write_text(json.dumps(config | {"hidden_act": config["hidden_activation"]}))
