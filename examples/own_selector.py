@@ -1,7 +1,7 @@
 """A custom selector, combined with stages of papers: `python examples/own_selector.py`.
 
 The idea: late rows see more keys than early rows, so the share of kept blocks falls with the row. A selector is a
-frozen class with one method. Its class line declares the scores it needs, and mypy checks the declaration.
+frozen class with one method. Its first line declares the scores it needs, and mypy checks the declaration.
 """
 
 from __future__ import annotations

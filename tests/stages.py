@@ -214,7 +214,7 @@ def needs(stage: object, role: type, position: int) -> type:
             parts = [getattr(stage, name) for name in attrs.asdict(stage, recurse=False)]  # type: ignore[arg-type]
             wanted = [needs(part, role, position) for part in parts if isinstance(part, role)]
             return max(wanted, key=lambda value: len(value.__mro__))
-    raise AssertionError(f"{type(stage).__name__} does not say what it needs in its class line")
+    raise AssertionError(f"{type(stage).__name__} does not say what it needs in its type parameters")
 
 
 @cache  # asked for hundreds of times, while tests are collected

@@ -60,9 +60,9 @@ def test_nonsense_is_refused_when_it_is_composed(make: Callable[[], object], sen
 
 
 def test_every_legal_composition_is_accepted() -> None:
-    """The class lines decide for every example of a stage, and refuse nothing that mypy accepts.
+    """Type parameters decide for every example of a stage, and refuse nothing that mypy accepts.
 
-    What a class line decides is whether two stages fit. Every two that meet are composed: a scorer with each of its
+    What type parameters decide is whether two stages fit. Every two that meet are composed: a scorer with each of its
     selectors behind the first order that it takes, and with one in turn behind the others.
     """
     made, seen = 0, set()
@@ -94,7 +94,7 @@ def test_an_executor_by_itself_says_what_it_needs() -> None:
 
 
 class Untyped(bs.Selector):  # type: ignore[type-arg]
-    """Says nothing in its class line, as a notebook may."""
+    """Gives no type parameters, as a notebook may."""
 
     def __call__(self, scores: Any) -> Any:
         return bs.TopK(2)(scores)
@@ -154,13 +154,13 @@ class OfMasses(Family[bs.BlockMass]):
 @pytest.mark.parametrize(
     "scorer", [Mean(), OfAny(), OfEither(), WithANote()], ids=lambda scorer: type(scorer).__name__
 )
-def test_a_class_line_may_say_little(scorer: bs.Scorer[Any, Any]) -> None:
+def test_type_parameters_may_say_little(scorer: bs.Scorer[Any, Any]) -> None:
     q, k, v = make_qkv(N=64, D=16)
     out = bs.Pipeline(bs.Identity(), scorer, bs.TopCdf(0.9), REFERENCE)(q, k, v)
     assert torch.equal(out, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.9), REFERENCE)(q, k, v))
 
 
-def test_a_class_line_may_name_several_types() -> None:
+def test_a_type_parameter_may_name_several_types() -> None:
     with pytest.raises(
         TypeError, match="TakesEither needs a BlockMass or a VerticalSlashScores, and NoScorer gives"
     ):
@@ -175,7 +175,7 @@ def test_a_stage_without_types_is_held_to_what_takes_its_values() -> None:
         bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), Untyped(), EARLY)(q, k, v)
 
 
-def test_a_class_line_through_a_family_of_stages() -> None:
+def test_type_parameters_through_a_family_of_stages() -> None:
     with pytest.raises(TypeError, match=f"OfMasses needs a BlockMass, and NoScorer gives a BlockScores: {Masses}"):
         composed(bs.Identity(), bs.NoScorer(), OfMasses(), REFERENCE)()
     bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), OfMasses(), REFERENCE)

@@ -149,7 +149,7 @@ def test_a_map_in_any_memory_layout(causal: bool, device: str) -> None:
 
 
 class Zeros(bs.Permuter[bs.GlobalPermutation]):
-    """Breaks its class line."""
+    """Breaks its type parameters."""
 
     def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> Any:
         return torch.zeros(1)

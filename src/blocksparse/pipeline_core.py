@@ -8,8 +8,8 @@ from typing import Any, Generic, NamedTuple, final
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Declared, check_gave, check_takes, declared
 from blocksparse.check.per_head import check_heads
+from blocksparse.check.stage import Declared, check_gave, check_takes, declared
 from blocksparse.check.validators import a
 from blocksparse.execute.dense_attention import dense_attention, everything
 from blocksparse.execute.executor import AttentionOutput, Executor

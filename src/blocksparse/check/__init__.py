@@ -1,1 +1,1 @@
-"""Checks: what arguments, numbers per head and class lines of stages must be."""
+"""Checks: what arguments, numbers per head and the types of stages must be."""

@@ -28,14 +28,14 @@ class Rule:
         what: what a value must be; the error says "'name' must be {what}".
         is_kind: whether a value has the right type; if not, a `TypeError` is raised.
         holds: whether a value of the right type is allowed; if not, a `ValueError` is raised. All are if None.
-        way_out: what to do about a wrong value, where that is not obvious; it ends the error.
+        hint: what to do about a wrong value, where that is not obvious; it ends the error.
         or_none: whether None passes as well.
     """
 
     what: str
     is_kind: Callable[[Any], bool]
     holds: Callable[[Any], bool] | None = None
-    way_out: str = ""
+    hint: str = ""
     or_none: bool = False
 
     def __call__(self, _: object, attribute: Attribute[Any], value: object) -> None:
@@ -56,13 +56,13 @@ class Rule:
             if value is None and self.or_none:
                 continue
             if not self.is_kind(value):
-                raise TypeError(f"'{name}' must be {self.what}: {shown(value)}{self.way_out}")
+                raise TypeError(f"'{name}' must be {self.what}: {shown(value)}{self.hint}")
             if self.holds is not None and not self.holds(value):
-                raise ValueError(f"'{name}' must be {self.what}: {shown(value)}{self.way_out}")
+                raise ValueError(f"'{name}' must be {self.what}: {shown(value)}{self.hint}")
 
-    def or_else(self, way_out: str) -> Rule:
+    def or_else(self, hint: str) -> Rule:
         """The same rule, whose error ends with what to do."""
-        return evolve(self, way_out=f"; {way_out}")
+        return evolve(self, hint=f"; {hint}")
 
 
 def is_whole(value: object) -> TypeGuard[int]:

@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import declared
+from blocksparse.check.stage import declared
 from blocksparse.distributed.heads import of_heads, refuse_apart
 from blocksparse.distributed.pieces import (
     Piece,

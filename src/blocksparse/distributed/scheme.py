@@ -17,7 +17,7 @@ from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from blocksparse.check.class_line import of_parts
+from blocksparse.check.stage import of_parts
 from blocksparse.check.validators import a, flag
 from blocksparse.custom_op import OpaqueCall, call_op
 from blocksparse.distributed.heads import refuse_apart, shares
@@ -141,9 +141,9 @@ class SequenceScheme(Scheme):
         try:
             return of_parts(causal, pipeline.permuter, pipeline.scorer, pipeline.selector)
         except ValueError as error:
-            raise ValueError(f"{error}; {self._way_out(heads)}") from error
+            raise ValueError(f"{error}; {self._hint(heads)}") from error
 
-    def _way_out(self, heads: tuple[int, int] | None) -> str:
+    def _hint(self, heads: tuple[int, int] | None) -> str:
         by_rows = "give a pipeline that chooses in each row of blocks by itself, as auto() does"
         if heads is None:
             return f"use Ulysses, whose ranks divide the heads, or {by_rows}"

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar, cast, final
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from blocksparse.check.class_line import check_got
+from blocksparse.check.stage import check_got
 from blocksparse.inputs import UnsupportedError, check_out, refuse_gradients
 from blocksparse.launch.torch_modes import DTYPES
 from blocksparse.order.permutation import GlobalPermutation, Permutation

@@ -8,7 +8,7 @@ from typing import final
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Declared, check_takes, declared
+from blocksparse.check.stage import Declared, check_takes, declared
 from blocksparse.check.validators import a
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
 from blocksparse.execute.triton import portable_reasons

@@ -43,12 +43,12 @@ def schedule_of(pipeline: object) -> Schedule:
     if isinstance(pipeline, Schedule):
         return pipeline
     if not isinstance(pipeline, Pipeline | HeadGroups):
-        way_out = (
+        hint = (
             "presets are functions of blocksparse, to be called, as in attach(model, auto())"
             if isinstance(pipeline, str)
             else "Schedule(None, layers={...}) attends sparsely in single layers"
         )
-        raise TypeError(f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}; {way_out}")
+        raise TypeError(f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}; {hint}")
     return Schedule(pipeline)
 
 

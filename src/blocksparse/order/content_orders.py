@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from blocksparse.check.class_line import Declared, check_takes, declared
+from blocksparse.check.stage import Declared, check_takes, declared
 from blocksparse.check.validators import a, block_size, count, flag, hash_seed, multiple, size, whole
 from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.kernels.masks.visibility import counter_hash

@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Stage
+from blocksparse.check.stage import Stage
 from blocksparse.check.validators import maybe_whole, optional, size
 from blocksparse.kernels.layout.gather import gather_rows, gather_two, inverse, scatter_rows
 from blocksparse.spec import AttentionSpec

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from attrs import field, frozen
 
-from blocksparse.check.class_line import parts_of
+from blocksparse.check.stage import parts_of
 from blocksparse.check.validators import UserError, a, count, is_real, optional, shown, size, whole
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.layers.head_groups import AnyPipeline

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar, final
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Declared, check_takes, declared, of_parts
 from blocksparse.check.per_head import PerHead, cosine, number_or_blocks, per_head
+from blocksparse.check.stage import Declared, check_takes, declared, of_parts
 from blocksparse.check.validators import a, flag, optional
 from blocksparse.kernels.score.block_mean import block_similarity
 from blocksparse.kernels.score.block_softmax import gate_blocks

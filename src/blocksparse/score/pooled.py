@@ -116,7 +116,7 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
         k_block: slots per key block.
         variance: how the variance of a row's logits is computed. "exact" computes it from the logits. "diagonal"
             takes each channel of the mean keys as independent of the others, `sum_d q_d^2 Var k_d`, the default of
-            Sol-Attn's code. Both are over the blocks that the row may reach.
+            Sol-Attn's code. Both are over the blocks that the row may see.
     """
 
     block: int = field(default=64, converter=whole, validator=block_size)
@@ -143,18 +143,18 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
 
 
 def _diagonal(queries: Tensor, keys: Tensor, grid: Grid) -> Tensor:
-    """`sum_d q_d^2 Var k_d` over the keys that each row reaches, `[B, Hq, rows]`.
+    """`sum_d q_d^2 Var k_d` over the keys that each row sees, `[B, Hq, rows]`.
 
     `queries` are `[B, Hq, rows, D]`, `keys` `[B, H, cols, D]`.
     """
-    if not grid.causal:  # all rows reach all keys
+    if not grid.causal:  # all rows see all keys
         keys = keys - keys.mean(2, keepdim=True)
         return products(queries.square(), keys.square().mean(2, keepdim=True)).squeeze(3)
     # A centre, so that the difference of moments below stays exact: the first block, which is no row's future.
     keys = keys - keys[:, :, :1].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     keys = keys.repeat_interleave(grid.q_heads // keys.shape[1], dim=1)
     squares = keys.square()
-    bad = ~squares.isfinite()  # which 0 times the share of a row that does not reach it would not keep out
+    bad = ~squares.isfinite()  # which 0 times the share of a row that does not see it would not keep out
     share = grid.visible.to(keys.dtype).expand(*queries.shape[:2], -1, -1)
     share = share / share.sum(-1, keepdim=True).clamp_min(1)
     mean, square = (products(share, x.masked_fill(bad, 0.0).mT) for x in (keys, squares))  # [B, Hq, rows, D]

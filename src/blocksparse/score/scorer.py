@@ -10,8 +10,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Stage
 from blocksparse.check.per_head import PerHead
+from blocksparse.check.stage import Stage
 from blocksparse.check.validators import block_size, maybe_whole, optional, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR
@@ -184,10 +184,10 @@ def own_segment(grid: Grid, segment: int | None) -> Tensor | None:
 
 def visibility_of(cells: Grid) -> dict[str, Tensor]:
     """Fields of `Cells` for a grid whose blocks are cells, or rows of blocks by groups of keys."""
-    reach = {"q_last": cells.q_last.squeeze(3), "k_first": cells.k_first.squeeze(2)}
+    visible = {"q_last": cells.q_last.squeeze(3), "k_first": cells.k_first.squeeze(2)}
     if cells.window is not None:
-        reach |= {"q_floor": cells.q_first.squeeze(3) - cells.window, "k_last": cells.k_last.squeeze(2)}
-    return reach
+        visible |= {"q_floor": cells.q_first.squeeze(3) - cells.window, "k_last": cells.k_last.squeeze(2)}
+    return visible
 
 
 @final

@@ -91,7 +91,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         offset = k.shape[2] - q.shape[2] if spec.causal else 0
         lead, slots, weight = offset % self.stride, self.stride, spec.scale / self.stride
         segment = None if self.forced else segment_of(permutation, grid)
-        reach = _cell_visibility(q, k, permutation, spec, grid, self.stride)
+        visible = _cell_visibility(q, k, permutation, spec, grid, self.stride)
         if self.pattern == "sum":
             queries, keys = self._means(q, k, permutation, lead, history)
             lead, slots, weight = 0, 1, spec.scale
@@ -101,7 +101,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         mass = cell_mass(
             queries,
             keys,
-            Cells(slots, lead, high, wide, spec.causal, self.padded_tail, **reach),
+            Cells(slots, lead, high, wide, spec.causal, self.padded_tail, **visible),
             first_cell=offset // self.stride,
             segment=None if segment is None else segment // self.stride,
             weight=weight,
@@ -208,15 +208,15 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
 
 
 def _row_visibility(grid: Grid) -> dict[str, Any]:
-    """Fields of `Cells` by which a query reaches the blocks whose last token it may see."""
+    """Fields of `Cells` by which blocks are visible to queries that may see their last token."""
     if not grid.causal:
         return {}
     position = grid.q_position[..., grid.q_lead : grid.q_lead + grid.q_len]  # [B|1, H|1, M]
     last = grid.k_last.squeeze(2)  # [B|1, H|1, cols]
-    reach = {"q_last": position.contiguous(), "k_first": last}
+    visible = {"q_last": position.contiguous(), "k_first": last}
     if grid.window is not None:
-        reach |= {"q_floor": position - grid.window, "k_last": last}
-    return reach
+        visible |= {"q_floor": position - grid.window, "k_last": last}
+    return visible
 
 
 @final
@@ -255,16 +255,16 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
     def __call__(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec) -> BlockMass:
         k_block = self.k_block or self.block
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
-        reach: dict[str, Any] = {}
+        visible: dict[str, Any] = {}
         if spec.causal and (permutation.q_index is not None or permutation.k_index is not None):
-            reach = visibility_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
+            visible = visibility_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
         elif grid.window is not None:
-            reach["behind"] = cells_behind(grid.window, self.g)
+            visible["behind"] = cells_behind(grid.window, self.g)
         high, wide = self.block // self.g, k_block // self.g
         best = group_max(
             permutation.gather_queries(q),
             permutation.gather_keys(k),
-            Cells(self.g, grid.q_lead, high, wide, spec.causal, self.padded_tail, **reach),
+            Cells(self.g, grid.q_lead, high, wide, spec.causal, self.padded_tail, **visible),
             first_row=grid.first_row,
             per_token=self.per_token,
         )

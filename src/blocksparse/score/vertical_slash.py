@@ -211,7 +211,7 @@ class _Probe:
         grid, scale, P = self.grid, self.scale, self.probe.shape[2]
         keys = self.keys if isinstance(self.keys, Tensor) else self.keys()
         logits = products(block_mean(self.probe, P) if self.mean is None else self.mean, keys)
-        # Without a window no mask is needed, because the last query reaches every block.
+        # Without a window no mask is needed, because the last query sees every block.
         if grid.window is not None:
             seen = grid.k_last > grid.k_len - P - grid.window  # by some query of the probe
             logits, scale = (logits * scale).masked_fill(~seen, float("-inf")), 1.0

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar, final
 import torch
 from attrs import field, frozen
 
-from blocksparse.check.class_line import check_got
+from blocksparse.check.stage import check_got
 from blocksparse.check.validators import a, optional, size, whole
 from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.score.combined import ScoresPair

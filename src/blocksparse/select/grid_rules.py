@@ -123,10 +123,10 @@ class TileWindow(GridSelector):
             keys = keys.repeat_interleave(grid.q_heads // keys.shape[1], dim=1)
         q_boxes = [[x.unsqueeze(3) for x in box] for box in self._boxes(grid.q_position, grid.q_block)]
         keep = torch.ones((), dtype=torch.bool, device=keys.device)
-        for (q_low, q_high), (k_low, k_high), reach in zip(
+        for (q_low, q_high), (k_low, k_high), radius in zip(
             q_boxes, self._boxes(keys, grid.k_block), self.radius, strict=True
         ):
-            keep = keep & (k_low <= q_high + reach) & (k_high >= q_low - reach)
+            keep = keep & (k_low <= q_high + radius) & (k_high >= q_low - radius)
         return keep
 
     def _boxes(self, position: Tensor, block: int) -> list[tuple[Tensor, Tensor]]:

@@ -129,7 +129,7 @@ class PeakShare(Selector[BlockMass, BlockMask]):
 @final
 @frozen(cache_hash=True)
 class RowShare(Selector[BlockMass, BlockMask]):
-    """Keep blocks that hold at least `alpha / sqrt(n)` of their row's mass, of a row that can reach `n` blocks.
+    """Keep blocks that hold at least `alpha / sqrt(n)` of their row's mass, of a row that can see `n` blocks.
 
     Forced blocks and the diagonal are kept as well. Rows whose mass is concentrated keep few blocks, and rows
     whose mass is spread keep many. `TopCdf` leaves out the same mass in each row instead. At equal density

@@ -18,8 +18,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import by_position
 from blocksparse.check.per_head import PerHead, over_blocks, per_head, probability
+from blocksparse.check.stage import by_position
 from blocksparse.check.validators import count, flag, hash_seed, size, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR

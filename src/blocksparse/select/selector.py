@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar, final, overload
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Stage, of_parts, parts_of
+from blocksparse.check.stage import Stage, of_parts, parts_of
 from blocksparse.check.validators import a
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import HeadMask

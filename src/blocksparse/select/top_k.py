@@ -16,7 +16,6 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import by_position
 from blocksparse.check.per_head import (
     PerHead,
     any_number,
@@ -28,6 +27,7 @@ from blocksparse.check.per_head import (
     share,
     written,
 )
+from blocksparse.check.stage import by_position
 from blocksparse.check.validators import Rule, flag, maybe_whole, optional, positive, real, size
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.masks.visibility import keep_visible
@@ -171,7 +171,7 @@ _LEAST_VARIANCE = 1e-6 * math.log(2) ** 2  # 1e-6 for logits in base 2, as in th
 class MeanStd(Selector[BlockLogits, BlockMask]):
     """Keep blocks whose logit is greater than `mean + tau * std` of their row, forced blocks, and the diagonal.
 
-    Mean and standard deviation are over the blocks that a row may reach. The deviation is that of the logits
+    Mean and standard deviation are over the blocks that a row may see. The deviation is that of the logits
     themselves, or the estimate that the scorer gives with them (`BlockLogits.variance`). Nothing is sorted, and a
     row of equal logits keeps none of them: add a `Band`.
 

@@ -14,7 +14,6 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Declared, check_takes, declared, parts_of
 from blocksparse.check.per_head import (
     PerHead,
     at_least_0,
@@ -25,6 +24,7 @@ from blocksparse.check.per_head import (
     probability,
     written,
 )
+from blocksparse.check.stage import Declared, check_takes, declared, parts_of
 from blocksparse.check.validators import a, count, flag, maybe_whole, optional, size, whole
 from blocksparse.kernels.common.sizes import FAR, HeadMask, cdiv
 from blocksparse.kernels.gemm.products import run_sums

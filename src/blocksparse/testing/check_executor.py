@@ -8,8 +8,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.check.class_line import Declared, check_gave, declared
 from blocksparse.check.per_head import HeadValues
+from blocksparse.check.stage import Declared, check_gave, declared
 from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.grid import Grid
 from blocksparse.order.permutation import Permutation

@@ -15,7 +15,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from blocksparse.check.class_line import Declared, a_name, check_gave, declared
+from blocksparse.check.stage import Declared, a_name, check_gave, declared
 from blocksparse.grid import Grid
 from blocksparse.order.permutation import GlobalPermutation, Permutation, Permuter
 from blocksparse.score.key_history import KeyHistory

@@ -80,7 +80,7 @@ bs.Pipeline(bs.Identity(), Logits(), bs.TopCdf(0.9), bs.ReferenceExecutor())  # 
 bs.Pipeline(bs.Identity(), Logits(), bs.TopK(1), EarlyStop())  # E: Cannot infer value of type parameter "MaskT" of "Pipeline"
 
 
-# A stage whose method contradicts its class line.
+# A stage whose method contradicts its type parameters.
 @attrs.frozen(eq=False)
 class Contradicts(bs.Selector[bs.BlockScores, bs.BlockMask]):
     def __call__(self, scores: bs.BlockMass) -> bs.BlockMask:  # E: Argument 1 of "__call__" is incompatible with supertype "blocksparse.select.selector.Selector"; supertype defines the argument type as "BlockScores"

@@ -1,9 +1,8 @@
-"""Declarations of stages in their classes: the types that they take and give, and where queries may be cut.
+"""What stages declare in their classes: the types that they take and give, and where queries may be cut.
 
-The "class line" of a stage is the first line of its class, with the type parameters of its role. `class
-TopCdf(Selector[BlockMass, BlockMask])` needs a `BlockMass` and gives a `BlockMask`. Type checkers such as mypy
-check these types before anything runs. A pipeline checks them when it is made, and checks the values when it is
-called.
+The types are the type parameters of a role, in the first line of a class. `class TopCdf(Selector[BlockMass,
+BlockMask])` needs a `BlockMass` and gives a `BlockMask`. Type checkers such as mypy check these types before
+anything runs. A pipeline checks them when it is made, and checks the values when it is called.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import attrs
 
 
 class Declared(NamedTuple):
-    """A type (or a union of types, any of which will do) and the class of the stage whose class line names it."""
+    """A type (or a union of types, any of which will do) and the class of the stage that declares it."""
 
     stage: type
     value: type | UnionType
@@ -46,7 +45,7 @@ def parts_of(stage: object, role: type) -> list[Any]:
 
 @cache
 def _said(cls: type, role: type, index: int) -> type | UnionType | TypeVar | None:
-    """Type parameter number `index` of `role` in the nearest class line that names it.
+    """Type parameter number `index` of `role` in the nearest class that gives it.
 
     If it is a type variable there, a subclass may have put a type in for it, and that type is returned.
     """
@@ -68,7 +67,7 @@ def _said(cls: type, role: type, index: int) -> type | UnionType | TypeVar | Non
 
 
 def _asked(said: Any) -> type | UnionType | TypeVar | None:
-    """A type of a class line in a form that `isinstance` takes; None for `Any`, which restricts nothing."""
+    """A type parameter in a form that `isinstance` takes; None for `Any`, which restricts nothing."""
     if isinstance(said, TypeVar):
         return said
     origin = get_origin(said)
