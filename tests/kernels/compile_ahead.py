@@ -37,7 +37,7 @@ DIMS = {"bf16": (64, 96, 128, 256), "fp32": (64, 128)}
 # The kernels that multiply matrices, or files of nothing else. What others take depends on the kind of GPU alone: they are
 # compiled for one of each.
 MULTIPLY = {
-    "cell_means_triton._group_max_kernel", "cells_triton", "coarse_steps_triton._range", "coarse_steps_triton._steps",
+    "strided_means_triton._group_max_kernel", "strided_products_triton", "coarse_steps_triton._range", "coarse_steps_triton._steps",
     "gather_attention_hopper", "gather_attention_triton", "int8_attention_hopper", "last_queries_triton", "pooled_sums_triton",
     "products_triton._block_products_kernel", "remainder_triton", "segments_triton._sums",
     "segments_triton._weights", "sparse_attention_hopper", "sparse_attention_triton",

@@ -7,9 +7,8 @@ from typing import Any
 from blocksparse.kernels.attention import gather_attention_triton
 from blocksparse.kernels.common.hardware import Hardware, of_attention
 from blocksparse.kernels.common.tiles import HopperTiles
-from blocksparse.kernels.gemm import cells_triton as cell_products_triton
-from blocksparse.kernels.gemm import pooled_sums_triton
-from blocksparse.kernels.order import segments_triton as key_importance_triton
+from blocksparse.kernels.gemm import pooled_sums_triton, strided_products_triton
+from blocksparse.kernels.order import segments_triton
 from blocksparse.kernels.score import last_queries_triton
 
 
@@ -33,7 +32,7 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
     if module == "gather_attention_triton":
         return gather_attention_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
     if module in ("segments_triton", "coarse_steps_triton") and "BLOCK_M" in has:
-        return key_importance_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
+        return segments_triton.shared_memory(hardware, has, has["BLOCK_D"] * itemsize, itemsize)
     if module == "last_queries_triton" and "KEYS" in has:
         options = {"BLOCK_M": has["ROWS"], "BLOCK_N": has["KEYS"], "num_stages": has["num_stages"]}
         return last_queries_triton.shared_memory(hardware, options, has["D"], itemsize, sums="PARTS" in has)
@@ -42,7 +41,9 @@ def foretold(hardware: Hardware, name: str, has: dict[str, Any], itemsizes: list
             *(has[x] for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
         )
         return pooled_sums_triton.shared_memory(hardware, pooled, has["BLOCK_D"] * itemsize, itemsize, has["WIDE"])
-    if module in ("cells_triton", "cell_means_triton") and "BLOCK_K" in has:
+    if module in ("strided_products_triton", "strided_means_triton") and "BLOCK_K" in has:
         cells = (has[x] for x in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"))
-        return cell_products_triton.shared_memory(hardware, cell_products_triton.Tiles(*cells), itemsize)
+        return strided_products_triton.shared_memory(
+            hardware, strided_products_triton.ProductTiles(*cells), itemsize
+        )
     return None

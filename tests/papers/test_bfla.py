@@ -12,7 +12,7 @@ from tests.papers.golden_inputs import Golden
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.score import cell_means as group_max
+from blocksparse.kernels.score import strided_means as group_max
 from blocksparse.presets.text import bfla
 from blocksparse.score.strided import FlattenMaxPoolScorer
 from blocksparse.select import positions as random

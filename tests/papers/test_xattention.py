@@ -14,7 +14,7 @@ from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.score import cell_mass
+from blocksparse.kernels.score import strided_mass
 from blocksparse.presets.text import xattention
 from blocksparse.score.strided import AntidiagonalScorer
 from blocksparse.testing import make_qkv
@@ -230,10 +230,10 @@ def test_rows_at_a_time_do_not_change_scores(
     permutation = bs.SegmentKeySort(32, probe=8)(q, k, bs.AttentionSpec(scale=0.25))
     for order in (permutation, bs.GlobalPermutation()):
         whole = scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values
-        monkeypatch.setattr(cell_mass, "_CPU_ROWS", 1)
+        monkeypatch.setattr(strided_mass, "_CPU_ROWS", 1)
         for workspace in (1, 2**15, 2**17):  # one row, and a few rows
-            monkeypatch.setattr(cell_mass, "_CPU_WORKSPACE", workspace)
-            monkeypatch.setattr(cell_mass, "_WORKSPACE", workspace)
+            monkeypatch.setattr(strided_mass, "_CPU_WORKSPACE", workspace)
+            monkeypatch.setattr(strided_mass, "_WORKSPACE", workspace)
             torch.testing.assert_close(scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values, whole)
         monkeypatch.undo()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blocksparse.check.validators import Rule, block_size, is_real, maybe_whole, multiple, optional, real, whole
 from blocksparse.grid import Grid
-from blocksparse.kernels.gemm.products import block_products, cells, wide_dtype
+from blocksparse.kernels.gemm.products import block_products, strided_view, wide_dtype
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.scorer import BlockLogits, ValueScorer
 from blocksparse.spec import AttentionSpec
@@ -71,7 +71,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
     def _bonus(self, v: Tensor, block: int) -> Tensor:
         """Bonus of each block for long values, `[B, H, cols]`, from `v` `[B, H, N, Dv]` in slots."""
         length = torch.linalg.vector_norm(v, dim=3, keepdim=True, dtype=wide_dtype(v))
-        logs = (cells(length, self.stride, 0).amax((3, 4)) + _LEAST).log()  # [B, H, cells]
+        logs = (strided_view(length, self.stride, 0).amax((3, 4)) + _LEAST).log()  # [B, H, cells]
         if self.lengths is None:
             whole_cells = logs[..., : max(v.shape[2] // self.stride, 1)]
             mean = whole_cells.mean(2, keepdim=True)
@@ -96,9 +96,9 @@ def _by_slot(x: Tensor, block: int, stride: int, lead: int) -> Tensor:
 
     The first `lead` slots of block 0 are empty. A slot without a token in a short block has zeros.
     """
-    sums = cells(x, block, lead).unflatten(3, (-1, stride)).sum(3, dtype=wide_dtype(x))
+    sums = strided_view(x, block, lead).unflatten(3, (-1, stride)).sum(3, dtype=wide_dtype(x))
     there = x.new_ones((1, 1, x.shape[2], 1), dtype=sums.dtype)
-    mean: Tensor = sums / cells(there, block, lead).unflatten(3, (-1, stride)).sum(3).clamp_min(1)
+    mean: Tensor = sums / strided_view(there, block, lead).unflatten(3, (-1, stride)).sum(3).clamp_min(1)
     return mean
 
 

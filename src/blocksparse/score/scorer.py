@@ -183,7 +183,7 @@ def own_segment(grid: Grid, segment: int | None) -> Tensor | None:
 
 
 def visibility_of(cells: Grid) -> dict[str, Tensor]:
-    """Fields of `Cells` for a grid whose blocks are cells, or rows of blocks by groups of keys."""
+    """Fields of `StridedPooling` for a grid whose blocks are cells, or rows of blocks by groups of keys."""
     visible = {"q_last": cells.q_last.squeeze(3), "k_first": cells.k_first.squeeze(2)}
     if cells.window is not None:
         visible |= {"q_floor": cells.q_first.squeeze(3) - cells.window, "k_last": cells.k_last.squeeze(2)}

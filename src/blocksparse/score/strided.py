@@ -19,12 +19,12 @@ from torch import Tensor
 
 from blocksparse.check.validators import block_size, flag, maybe_whole, multiple, one_of, optional, whole
 from blocksparse.grid import Grid
-from blocksparse.kernels.gemm.products import Cells, cells_behind
+from blocksparse.kernels.gemm.products import StridedPooling, strides_behind
 from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.score.block_softmax import block_softmax
-from blocksparse.kernels.score.cell_mass import cell_mass
-from blocksparse.kernels.score.cell_means import cell_mean, cell_means, group_max
+from blocksparse.kernels.score.strided_mass import strided_mass
+from blocksparse.kernels.score.strided_means import group_max, strided_mean, strided_means
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits, own_segment, segment_of, visibility_of
@@ -98,10 +98,10 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         else:
             queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
         high, wide = self.block // self.stride, k_block // self.stride
-        mass = cell_mass(
+        mass = strided_mass(
             queries,
             keys,
-            Cells(slots, lead, high, wide, spec.causal, self.padded_tail, **visible),
+            StridedPooling(slots, lead, high, wide, spec.causal, self.padded_tail, **visible),
             first_cell=offset // self.stride,
             segment=None if segment is None else segment // self.stride,
             weight=weight,
@@ -115,10 +115,10 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
     ) -> tuple[Tensor, Tensor]:
         """Mean queries `[B, Hq, q cells, D]` and mean keys `[B, H, k cells, D]` of cells, in slot order."""
         if history is not None:
-            mean = partial(cell_mean, slots=self.stride, padded_tail=self.padded_tail)
+            mean = partial(strided_mean, slots=self.stride, padded_tail=self.padded_tail)
             keys = history.blocks("cell", k, permutation, self.stride, mean)
             return mean(q, lead=lead, index=permutation.q_index), keys
-        return cell_means(
+        return strided_means(
             q,
             k,
             self.stride,
@@ -145,11 +145,11 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
 def _cell_visibility(
     q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, grid: Grid, stride: int
 ) -> dict[str, Any]:
-    """Fields of `Cells` that say by positions which cells may meet; none where their indices say as much."""
+    """Fields of `StridedPooling` for positions: which cells may meet; none where their indices say as much."""
     if not grid.causal:
         return {}
     if permutation.q_index is None and permutation.k_index is None:
-        return {} if grid.window is None else {"behind": cells_behind(grid.window, stride)}
+        return {} if grid.window is None else {"behind": strides_behind(grid.window, stride)}
     cells = Grid.of(q, k, permutation, spec, q_block=stride, k_block=stride)
     if permutation.q_index is None and permutation.k_index is not None:
         cells = cells.shared() if permutation.k_index.shape[1] == k.shape[1] else cells
@@ -188,13 +188,13 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
         k_block = self.k_block or self.block
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
         if history is None:
-            keys = cell_mean(k, k_block, index=permutation.key_slots)  # [B, H, cols, D]
+            keys = strided_mean(k, k_block, index=permutation.key_slots)  # [B, H, cols, D]
         else:
-            keys = history.blocks("cell", k, permutation, k_block, partial(cell_mean, slots=k_block))
-        mass = cell_mass(
+            keys = history.blocks("cell", k, permutation, k_block, partial(strided_mean, slots=k_block))
+        mass = strided_mass(
             permutation.gather_queries(q),
             keys,
-            Cells(1, 0, self.block, 1, spec.causal, padded_tail=False, **_row_visibility(grid)),
+            StridedPooling(1, 0, self.block, 1, spec.causal, padded_tail=False, **_row_visibility(grid)),
             first_cell=grid.first_position,
             segment=None,
             weight=spec.scale,
@@ -208,7 +208,7 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
 
 
 def _row_visibility(grid: Grid) -> dict[str, Any]:
-    """Fields of `Cells` by which blocks are visible to queries that may see their last token."""
+    """Fields of `StridedPooling` by which blocks are visible to queries that may see their last token."""
     if not grid.causal:
         return {}
     position = grid.q_position[..., grid.q_lead : grid.q_lead + grid.q_len]  # [B|1, H|1, M]
@@ -259,12 +259,12 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         if spec.causal and (permutation.q_index is not None or permutation.k_index is not None):
             visible = visibility_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
         elif grid.window is not None:
-            visible["behind"] = cells_behind(grid.window, self.g)
+            visible["behind"] = strides_behind(grid.window, self.g)
         high, wide = self.block // self.g, k_block // self.g
         best = group_max(
             permutation.gather_queries(q),
             permutation.gather_keys(k),
-            Cells(self.g, grid.q_lead, high, wide, spec.causal, self.padded_tail, **visible),
+            StridedPooling(self.g, grid.q_lead, high, wide, spec.causal, self.padded_tail, **visible),
             first_row=grid.first_row,
             per_token=self.per_token,
         )

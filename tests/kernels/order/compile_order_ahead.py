@@ -12,8 +12,6 @@ from triton.backends.compiler import GPUTarget
 
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.order import coarse_order_triton, coarse_steps_triton
-from blocksparse.kernels.order import coarse_order_triton as mean_and_products_triton
-from blocksparse.kernels.order import coarse_steps_triton as coarse_choice_triton
 from blocksparse.kernels.order.coarse_order import SAMPLED, STEPS
 from blocksparse.kernels.order.coarse_steps_triton import options_of_scores
 from tests.kernels.ahead import (
@@ -62,8 +60,8 @@ def orders(name: str, target: GPUTarget) -> None:
     }  # fmt: skip
     for kernel, constants, warps in (
         (
-            coarse_choice_triton.choose,
-            {"TILE": coarse_choice_triton.TILE, "SAMPLE": coarse_choice_triton.SAMPLE},
+            coarse_steps_triton.choose,
+            {"TILE": coarse_steps_triton.TILE, "SAMPLE": coarse_steps_triton.SAMPLE},
             8,
         ),
         (module._count, {"STEPS": STEPS, "WIDE": module.WIDE}, 1),
@@ -75,7 +73,7 @@ def orders(name: str, target: GPUTarget) -> None:
 
 
 def queries(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
-    module, block_d = mean_and_products_triton, power_of_2(head_dim)
+    module, block_d = coarse_order_triton, power_of_2(head_dim)
     types: dict[str, Any] = {
         "q_ptr": f"*{dtype}", **dict.fromkeys(("guide_ptr", "mean_ptr", "products_ptr"), "*fp32"),
         "q_strides": ("i32",) * 3,

@@ -13,11 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.kernels.layout import gather_triton as gather_pages_triton
-from blocksparse.kernels.layout import gather_triton as gather_rows_triton
-from blocksparse.kernels.masks import blocks_triton as block_bounds_triton
-from blocksparse.kernels.order import segments_triton as key_importance_triton
-from blocksparse.kernels.order import segments_triton as segment_sort_triton
+from blocksparse.kernels.layout import gather_triton
+from blocksparse.kernels.masks import blocks_triton
+from blocksparse.kernels.order import segments_triton
 from blocksparse.kernels.score import block_mean_triton
 from tests.kernels.ahead import (
     HARDWARE,
@@ -68,7 +66,7 @@ def compile_kernel(
 
 def importance(name: str, target: GPUTarget, dtype: str, head_dim: int) -> int:
     failed, tma = 0, name in ("sm_90", "sm_100")
-    module, block_d = key_importance_triton, max(16, power_of_2(head_dim))
+    module, block_d = segments_triton, max(16, power_of_2(head_dim))
     for kernel, options_of, own in (
         (module._sums, module.options_of_sums, {}),
         (module._weights, module.options_of_weights, {"SPLITS": 32}),
@@ -106,13 +104,13 @@ def others(name: str, target: GPUTarget, dtype: str, head_dim: int) -> None:
             "BLOCK": 128, "TWO": two, "SCATTER": scatter, **({} if wanted else dict.fromkeys(in_part)),
         }  # fmt: skip
         given = types | in_part if wanted else types
-        compile_kernel(gather_rows_triton._gather_rows_kernel, target, given, constants, num_warps=4)
+        compile_kernel(gather_triton._gather_rows_kernel, target, given, constants, num_warps=4)
     cache: dict[str, Any] = dict.fromkeys(("keys_ptr", "values_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
     cache |= {"pages_ptr": "*i32", **{f"{x}_strides": ("i32",) * 4 for x in ("keys", "values")}}
     cache |= {f"{x}_strides": ("i32",) * 2 for x in "kv"}
     paged = {"PAGE": 16, "D": head_dim, "DV": head_dim, "BLOCK_D": block_d, "BLOCK_DV": block_d}
     compile_kernel(
-        gather_pages_triton._gather_pages_kernel, target, cache, paged | {"ROWS": 8192 // block_d}, num_warps=4
+        gather_triton._gather_pages_kernel, target, cache, paged | {"ROWS": 8192 // block_d}, num_warps=4
     )
     types = {**types, "centre_ptr": "*fp32", "out_ptr": "*fp32"}
     types |= {"number_ptr": "*fp32", "bound_ptr": "*fp64"}
@@ -143,7 +141,7 @@ def orders(name: str, target: GPUTarget) -> None:
     for S, rows, warps in for_target(name, (256, 1, 1), (64, 4, 1), (1024, 1, 4)):
         for coarse in (False, True):
             constants = {"S": S, "ROWS": rows, "COARSE": coarse, "PARTS": 1 if coarse else 6}
-            compile_kernel(segment_sort_triton._segment_sort_kernel, target, types, constants, num_warps=warps)
+            compile_kernel(segments_triton._segment_sort_kernel, target, types, constants, num_warps=warps)
     types = {
         **{f"{side}{name}_ptr": "*i32" for side in "qk" for name in ("", "_first", "_last")}, "k_whole_ptr": "*i1",
         "q_made_ptr": "*i32", "k_made_ptr": "*i32", "q_strides": ("i32",) * 3, "k_strides": ("i32",) * 3,
@@ -159,9 +157,7 @@ def orders(name: str, target: GPUTarget) -> None:
     }
     given, in_order = {"k_made_ptr": None}, dict.fromkeys(("q_ptr", "q_strides", "k_ptr", "k_strides"))
     for missing in (given, in_order):
-        compile_kernel(
-            block_bounds_triton._block_bounds_kernel, target, types, {**constants, **missing}, num_warps=4
-        )
+        compile_kernel(blocks_triton._block_bounds_kernel, target, types, {**constants, **missing}, num_warps=4)
     print(f"{name} segment_sort, block_bounds")
 
 

@@ -11,10 +11,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 
 from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.kernels.quantize import tile_operands_triton, tile_rotation_triton
-from blocksparse.kernels.quantize import tile_operands_triton as tile_values_triton
-from blocksparse.kernels.quantize import tokens_triton as fp8_values_triton
-from blocksparse.kernels.quantize import tokens_triton as int8_tokens_triton
+from blocksparse.kernels.quantize import tile_operands_triton, tile_rotation_triton, tokens_triton
 from tests.kernels.ahead import ITEMSIZE, SHARED, TARGETS, for_target, multiplies_only
 from tests.kernels.order.compile_pooling_ahead import compile_kernel
 
@@ -33,7 +30,7 @@ def compiled(
 
 def int8(target: GPUTarget, dtype: str, head_dim: int, *, queries: bool, indexed: bool, shared: bool) -> int:
     """Queries with what smoothing takes, or smoothed keys and plain ones; bytes of shared memory."""
-    module, block_d = int8_tokens_triton, power_of_2(head_dim)
+    module, block_d = tokens_triton, power_of_2(head_dim)
     rows, warps = module.tile_of(head_dim, 128 if shared else 0)
     types = {
         "x_ptr": f"*{dtype}", "values_ptr": "*i8", "scales_ptr": "*fp32", "mean_ptr": "*fp32",
@@ -56,10 +53,10 @@ def fp8(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool) -> int:
         **(_INDEX if indexed else _NO_INDEX),
     }  # fmt: skip
     constants = {
-        "D": head_dim, "BLOCK_D": power_of_2(head_dim), "ROWS": fp8_values_triton.rows_of(head_dim),
+        "D": head_dim, "BLOCK_D": power_of_2(head_dim), "ROWS": tokens_triton.rows_of(head_dim),
         "HARDWARE": target.arch in (90, 100),
     }  # fmt: skip
-    return int(compiled(fp8_values_triton._fp8_values_kernel, target, types, constants, 4).metadata.shared)
+    return int(compiled(tokens_triton._fp8_values_kernel, target, types, constants, 4).metadata.shared)
 
 
 def tile_operands(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool, tile: int) -> dict[str, Any]:
@@ -75,7 +72,7 @@ def tile_operands(target: GPUTarget, dtype: str, head_dim: int, *, indexed: bool
     for name, kernel, types, own in (
         ("queries", tile_rotation_triton.query_kernel, queries, {"heads_per_mean": 4}),
         ("keys", tile_rotation_triton.key_kernel, keys, {"TILE": tile}),
-        ("values", tile_values_triton.value_kernel, values, {"TILE": tile, **hardware}),
+        ("values", tile_operands_triton.value_kernel, values, {"TILE": tile, **hardware}),
     ):
         rows, warps = module.rows_of(head_dim, rotates=name != "values", queries=name == "queries")
         constants = {"D": head_dim, "ROWS": rows, **own}

@@ -13,23 +13,23 @@ from blocksparse.kernels.order.coarse_order import coarse_order, mean_and_produc
 from blocksparse.kernels.order.segments import key_importance
 from blocksparse.kernels.score import cpu_choices, cpu_scores
 from blocksparse.kernels.score.block_mean import block_mean, block_similarity
-from blocksparse.kernels.score.cell_mass import cell_mass
 from blocksparse.kernels.score.last_queries import last_query_weights
+from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.testing import make_qkv
-from tests.kernels.score import test_cell_mass
+from tests.kernels.score import test_strided_mass
 
 pytestmark = pytest.mark.skipif(not cpu_scores.takes(torch.zeros(1)), reason="no compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def arguments(*given: Any, **changed: Any) -> dict[str, Any]:
-    """Of `cell_mass`; a softmax over all cells of a row is not the compiled kernel's."""
-    return {name: x for name, x in test_cell_mass.arguments(*given, **changed).items() if name != "joint"}
+    """Of `strided_mass`; a softmax over all cells of a row is not the compiled kernel's."""
+    return {name: x for name, x in test_strided_mass.arguments(*given, **changed).items() if name != "joint"}
 
 
 def assert_mass_is_right(given: dict[str, Any]) -> None:
-    got = cpu_scores.cell_mass_on_cpu(**given)
-    want = cell_mass.reference(**{name: x.double() if name in ("q", "k") else x for name, x in given.items()})
+    got = cpu_scores.strided_mass_on_cpu(**given)
+    want = strided_mass.reference(**{name: x.double() if name in ("q", "k") else x for name, x in given.items()})
     short = given["of"].q_lead or (given["q"].shape[2] | given["k"].shape[2]) % given["of"].slots
     rounding = 1e-2 if short and given["q"].dtype != torch.float32 else 0.0  # of what fills a short cell
     assert got.dtype == torch.float32
@@ -92,7 +92,7 @@ def test_neither_threads_nor_chunks_nor_layouts_change_a_bit(dtype: torch.dtype)
         lines = cpu_scores.last_query_weights_on_cpu(q[:, :, -64:], k, q.shape[2], True, 0.2)
         means = cpu_choices.block_mean_on_cpu(q, 80, 0, False, None), cpu_choices.products_on_cpu(q, k)
         return (
-            cpu_scores.cell_mass_on_cpu(**arguments(4 * q, k))[:, :, -20:],
+            cpu_scores.strided_mass_on_cpu(**arguments(4 * q, k))[:, :, -20:],
             *(x[:, :, -4:] for x in means),
             *lines,
         )
@@ -110,10 +110,10 @@ def test_neither_threads_nor_chunks_nor_layouts_change_a_bit(dtype: torch.dtype)
 
 def test_a_nan_reaches_the_rows_that_see_it_alone() -> None:
     q, k, _ = make_qkv(N=320, Hq=2, Hkv=1, D=16)
-    clean = cpu_scores.cell_mass_on_cpu(**arguments(q, k))
+    clean = cpu_scores.strided_mass_on_cpu(**arguments(q, k))
     k[:, :, 163] = float("nan")
-    torch.testing.assert_close(clean[:, :, :10], cpu_scores.cell_mass_on_cpu(**arguments(q, k))[:, :, :10])
-    assert cpu_scores.cell_mass_on_cpu(**arguments(q, k))[:, :, 11:].isnan().any(-1).all()
+    torch.testing.assert_close(clean[:, :, :10], cpu_scores.strided_mass_on_cpu(**arguments(q, k))[:, :, :10])
+    assert cpu_scores.strided_mass_on_cpu(**arguments(q, k))[:, :, 11:].isnan().any(-1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

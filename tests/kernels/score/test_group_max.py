@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.gemm.cells_triton import Tiles
-from blocksparse.kernels.gemm.products import Cells
-from blocksparse.kernels.score import cell_means_triton as group_max_triton
-from blocksparse.kernels.score.cell_means import group_max
+from blocksparse.kernels.gemm.products import StridedPooling
+from blocksparse.kernels.gemm.strided_products_triton import ProductTiles
+from blocksparse.kernels.score import strided_means_triton
+from blocksparse.kernels.score.strided_means import group_max
 from blocksparse.testing import make_qkv
 from tests.machine import DTYPES
 
-SMALL = Tiles(16, 16, 32, 4, 2)  # several tiles in a short prompt
+SMALL = ProductTiles(16, 16, 32, 4, 2)  # several tiles in a short prompt
 
 
 def arguments(q: Tensor, k: Tensor, g: int = 8, *, high: int = 4, wide: int = 4, **changed: Any) -> dict[str, Any]:
@@ -28,12 +28,14 @@ def arguments(q: Tensor, k: Tensor, g: int = 8, *, high: int = 4, wide: int = 4,
         "padded_tail": False,
     }  # fmt: skip
     given |= changed
-    of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells) if each.name in given})
+    of = StridedPooling(
+        **{each.name: given.pop(each.name) for each in attrs.fields(StridedPooling) if each.name in given}
+    )
     return {**given, "of": of}
 
 
-def assert_right(given: dict[str, Any], tiles: Tiles | None = SMALL) -> Tensor:
-    got = group_max_triton.group_max_triton(**given, tiles=tiles)
+def assert_right(given: dict[str, Any], tiles: ProductTiles | None = SMALL) -> Tensor:
+    got = strided_means_triton.group_max_triton(**given, tiles=tiles)
     wide = {name: x.double() if name in ("q", "k") else x for name, x in given.items()}
     want = group_max.reference(**wide)
     assert got.dtype == torch.float32
@@ -90,4 +92,4 @@ def test_head_dims(D: int, device: str) -> None:
 def test_of_a_gpu_s_tiles(N: int, M: int, device: str) -> None:
     """Tiles of the size that a GPU takes, whole ones and short ones."""
     q, k, _ = make_qkv(N=N, M=M, Hq=2, Hkv=1, D=64, dtype=torch.float16, device=device)
-    assert_right(arguments(q, k, 4), tiles=Tiles(128, 128, 64, 8, 3))
+    assert_right(arguments(q, k, 4), tiles=ProductTiles(128, 128, 64, 8, 3))

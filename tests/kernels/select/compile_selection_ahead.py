@@ -12,15 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from blocksparse.kernels.gemm import products_triton as block_products_triton
-from blocksparse.kernels.gemm import products_triton as run_sums_triton
-from blocksparse.kernels.masks import blocks_triton as block_lists_triton
-from blocksparse.kernels.masks import visibility_triton as keep_visible_triton
+from blocksparse.kernels.gemm import products_triton
+from blocksparse.kernels.masks import blocks_triton, visibility_triton
 from blocksparse.kernels.score import block_softmax_triton
-from blocksparse.kernels.score import block_softmax_triton as block_divergence_triton
 from blocksparse.kernels.select import global_top_cdf_triton, top_cdf_triton, top_k_triton, vertical_slash_triton
-from blocksparse.kernels.select import top_k_triton as routed_triton
-from blocksparse.kernels.select import top_k_triton as visiting_order_triton
 from blocksparse.kernels.select.top_k_triton import width_of_rows
 from tests.kernels.ahead import TARGETS, fp32_products, multiplies_only
 
@@ -137,22 +132,22 @@ def main() -> int:
                 ("top_cdf with places", top_cdf_triton._top_cdf_kernel, {**search, "CROSSING": True, "mass": None}),
                 ("top_cdf last dropped", top_cdf_triton._top_cdf_kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride")), **no_places}),
                 ("top_k share", top_k_triton._top_k_kernel, {**search, **k_share}),
-                ("products", block_products_triton._block_products_kernel, {**ALL_HEADS, "rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": True, "PRECISION": fp32_products(target)}),
-                ("products of any rows", block_products_triton._block_products_kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
-                ("lists", block_lists_triton._block_lists_kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
-                ("lists in a window", block_lists_triton._block_lists_kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
-                ("places in a window", keep_visible_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
+                ("products", products_triton._block_products_kernel, {**ALL_HEADS, "rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": True, "PRECISION": fp32_products(target)}),
+                ("products of any rows", products_triton._block_products_kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
+                ("lists", blocks_triton._block_lists_kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
+                ("lists in a window", blocks_triton._block_lists_kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
+                ("places in a window", visibility_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
                 ("softmax", block_softmax_triton._block_softmax_kernel, {**ALL_HEADS, "rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._block_softmax_kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
-                ("refined", keep_visible_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
-                ("divergence", block_divergence_triton._block_divergence_kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
+                ("refined", visibility_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
+                ("divergence", block_softmax_triton._block_divergence_kernel, {"rows": 1, "cols": max(wide, 16), "warps": warps, "pointers": {"logits_ptr": "*fp32", "true_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("fewest lines", vertical_slash_triton._fewest, {**search, "pointers": {**dict.fromkeys(("lines_ptr", "bands_ptr"), "*fp32"), **dict.fromkeys(("taken_ptr", "bands_taken_ptr"), "*i32")}}),
                 ("heaviest lines", vertical_slash_triton._heaviest, {**search, "COUNTED": False, "pointers": {**dict.fromkeys(("weight_ptr", "others_ptr"), "*fp32"), **dict.fromkeys(("count_ptr", "count_others_ptr", "last_ptr"), "*fp64"), **dict.fromkeys(("taken_ptr", "taken_others_ptr"), "*i1")}}),
                 *((f"vertical-slash blocks{of}", vertical_slash_triton._vertical_slash_blocks_kernel, {**heads, "OTHERS": True, "KEY_RUN": 1, "RUN": 1, "rows": 8, "cols": 256, "warps": 4, "pointers": {"keys_ptr": "*i32", "distances_ptr": "*i32", "whole_ptr": "*fp64", "also_ptr": "*i1"}}) for of, heads in (("", ALL_HEADS), (" of some heads", {}))),
-                ("routed", routed_triton._routed_kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
-                ("run sums", run_sums_triton._run_sums_kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
-                ("visiting order", visiting_order_triton._visiting_order_kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
-                ("places", keep_visible_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
+                ("routed", top_k_triton._routed_kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
+                ("run sums", products_triton._run_sums_kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
+                ("visiting order", top_k_triton._visiting_order_kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
+                ("places", visibility_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
                 *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True, **ALL_HEADS}) for part in PARTS),
                 *((f"global_top_cdf{part.jit.__name__} of some heads", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
@@ -160,7 +155,7 @@ def main() -> int:
                 # As `for_target` has it, but for warps of 64 threads, which search rows otherwise.
                 if title in VARIANTS and (name in ("sm_80", "sm_100") or (name == "gfx942" and cols > 64)):
                     continue
-                if multiplies_only(name) and kernel is not block_products_triton._block_products_kernel:
+                if multiplies_only(name) and kernel is not products_triton._block_products_kernel:
                     continue
                 compiled = compile_kernel(target, kernel, **options)
                 print(f"{name} {title} cols={cols}: {compiled.metadata.shared} B shared")

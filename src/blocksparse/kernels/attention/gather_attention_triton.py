@@ -17,7 +17,7 @@ from torch import Tensor
 from blocksparse.kernels.common.device_functions import alike, head_at, log_sum, rows_of, step
 from blocksparse.kernels.common.hardware import Hardware, fitted, fp32_products, hardware_of, of_attention
 from blocksparse.kernels.common.sizes import REMEMBERED, empty_as, power_of_2
-from blocksparse.kernels.gemm.cells_triton import largest, total
+from blocksparse.kernels.gemm.strided_products_triton import largest, total
 from blocksparse.kernels.masks.arguments import RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.launches import remembered

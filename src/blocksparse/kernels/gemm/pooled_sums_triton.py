@@ -1,4 +1,4 @@
-"""Pooled queries times pooled keys, and the sums of their weights over blocks: `cells_triton.py` for cells of one slot.
+"""Pooled queries times pooled keys, and the sums of their weights over blocks: `strided_products_triton.py` for cells of one slot.
 
 A product of two tiles is over in a few steps, where cells of many slots take hundreds. So a program keeps its tile of
 queries, and meets a span of tiles of keys with it, the next of which is loaded meanwhile. What it leaves for a tile does
@@ -16,7 +16,7 @@ from torch import Tensor
 from blocksparse.kernels.common.device_functions import head_at
 from blocksparse.kernels.common.hardware import Hardware, hardware_of, needed
 from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.kernels.gemm.cells_triton import largest
+from blocksparse.kernels.gemm.strided_products_triton import largest
 from blocksparse.launch.launches import remembered
 
 

@@ -25,7 +25,7 @@ is made of three tf32 products on the tensor cores, and as exact as one in fp32.
 
 `run_sums`: Sums over runs of entries that stand side by side.
 
-`cell_products`: What kernels over cells share. A cell is some consecutive tokens, taken as one long vector.
+`strided_products`: What kernels over cells share. A cell is some consecutive tokens, taken as one long vector.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def run_sums(x: Tensor, run: int) -> Tensor:
 
 
 @frozen(eq=False)
-class Cells:
-    """How tokens are cut into cells, cells into blocks, and which pairs of cells may meet."""
+class StridedPooling:
+    """How tokens are cut into strided pooling tiles (cells), cells into blocks, and which pairs of cells may meet."""
 
     slots: int  # tokens per cell
     q_lead: int  # empty slots before the first query, in its cell or in its row of blocks
@@ -184,12 +184,12 @@ class Cells:
         return self.behind is not None or self.q_floor is not None
 
 
-def cells_behind(window: int, slots: int) -> int:
+def strides_behind(window: int, slots: int) -> int:
     """How many cells of `slots` tokens before its own cell a token sees at most, if it is the first of its cell."""
     return (window + slots - 2) // slots
 
 
-def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Tensor:
+def strided_view(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Tensor:
     """Tokens `[B, H, N, D]` in cells, `[B, H, cells, slots, D]`; `lead` empty slots come first.
 
     Args:
@@ -206,7 +206,7 @@ def cells(x: Tensor, slots: int, lead: int, filler: Tensor | None = None) -> Ten
     return cells
 
 
-def means_of_short_cells(x: Tensor, slots: int, lead: int) -> Tensor | None:
+def edge_means(x: Tensor, slots: int, lead: int) -> Tensor | None:
     """The mean of the tokens in the first and in the last cell, `[B, H, 2, D]`; None if no cell lacks tokens."""
     missing = -(lead + x.shape[2]) % slots
     if not (lead or missing):

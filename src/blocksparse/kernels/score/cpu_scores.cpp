@@ -161,7 +161,7 @@ inline float softmax(float* logits, int64_t n, int64_t step, vec greatest, float
 extern "C" {
 
 // Which cells a query cell reaches: keys with k_first <= q_last, k_last > q_floor and an index below limit.
-struct CellCall {
+struct StridedMassCall {
   Tokens tokens;
   int64_t high, wide, empty, rows, cols, flipped;
   int64_t q_at_heads, q_at_batch, k_at_heads, k_at_batch;  // strides of batch entries; heads divide those of q and of k
@@ -175,7 +175,7 @@ struct CellCall {
 namespace {
 
 template <typename X>
-int cell_mass(const CellCall& call) {
+int strided_mass(const StridedMassCall& call) {
   const Tokens& c = call.tokens;
   Products<X> products(c, call.flipped);
   const int64_t panels = products.panels, K = products.K, width = panels * kPanel, group = c.q_heads / c.kv_heads;
@@ -598,7 +598,7 @@ int blocksparse_shares(const ShareCall* call) {
 #endif
 
 // 0, or 1 if there is no memory.
-int blocksparse_cell_mass(const CellCall* call) { return FOR_TYPE(cell_mass, (*call)); }
+int blocksparse_strided_mass(const StridedMassCall* call) { return FOR_TYPE(strided_mass, (*call)); }
 int blocksparse_last_query_weights(const LastQueriesCall* call) { return FOR_TYPE(last_query_weights, (*call)); }
 int blocksparse_products(const ProductCall* call) { return FOR_TYPE(multiply_all, (*call)); }
 

@@ -1,6 +1,6 @@
 """Mass of cells, and weights of the last queries, by a kernel that this machine compiles for its CPU.
 
-`cell_mass`, `last_query_weights` and `key_importance` say the same in plain torch, with passes over
+`strided_mass`, `last_query_weights` and `key_importance` say the same in plain torch, with passes over
 all logits in memory. Here a thread multiplies a few rows of queries with all keys that they may reach, and takes their
 softmax while the logits lie in its cache.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.compiled import load, parallel, python_calls, steps
 from blocksparse.kernels.common.sizes import ROOM, cdiv
-from blocksparse.kernels.gemm.products import Cells, cells, means_of_short_cells
+from blocksparse.kernels.gemm.products import StridedPooling, edge_means, strided_view
 from blocksparse.launch.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -36,10 +36,10 @@ def takes(*tensors: Tensor) -> bool:
     return plain and not operations_are_noted() and scores_kernel() is not None
 
 
-def cell_mass_on_cpu(
+def strided_mass_on_cpu(
     q: Tensor,
     k: Tensor,
-    of: Cells,
+    of: StridedPooling,
     *,
     first_cell: int,
     segment: int | None,
@@ -47,13 +47,16 @@ def cell_mass_on_cpu(
     flipped: bool,
     joint: bool = False,
 ) -> Tensor:
-    """Mass of every block, `[B, Hq, rows, cols]` fp32, as `cell_mass` has it, which is not joint."""
+    """Mass of every block, `[B, Hq, rows, cols]` fp32, as `strided_mass` has it, which is not joint."""
     q_filler, k_filler = (
-        None if of.padded_tail else means_of_short_cells(x, of.slots, lead) for x, lead in ((q, of.q_lead), (k, 0))
+        None if of.padded_tail else edge_means(x, of.slots, lead) for x, lead in ((q, of.q_lead), (k, 0))
     )
-    q, k = cells(q, of.slots, of.q_lead, q_filler), cells(k, of.slots, 0, k_filler)  # [B, H, cells, slots, D]
+    q, k = (
+        strided_view(q, of.slots, of.q_lead, q_filler),
+        strided_view(k, of.slots, 0, k_filler),
+    )  # [B, H, cells, slots, D]
     queries, keys = q.shape[2], k.shape[2]
-    call = _CellCall()
+    call = _StridedMassCall()
     held: list[Tensor | None] = [*call.tokens.set(q, k)]
     # A block far larger than the prompt is cut to one that holds all of its cells.
     call.high, call.wide = min(of.high, max(first_cell + queries, ROOM)), min(of.wide, max(keys, ROOM))
@@ -84,7 +87,7 @@ def cell_mass_on_cpu(
         call.limit = limit.data_ptr()
     mass = q.new_empty((*q.shape[:2], call.rows, call.cols), dtype=torch.float32)
     call.mass = mass.data_ptr()
-    make("cell_mass", call)
+    make("strided_mass", call)
     del held
     return mass
 
@@ -170,7 +173,7 @@ class Tokens(ctypes.Structure):
         return q, k
 
 
-class _CellCall(ctypes.Structure):
+class _StridedMassCall(ctypes.Structure):
     _fields_ = [
         ("tokens", Tokens),
         *((name, ctypes.c_int64) for name in (

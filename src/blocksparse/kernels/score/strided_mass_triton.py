@@ -1,6 +1,6 @@
-"""The Triton kernels of `cell_mass`: fp16, bf16 and fp32.
+"""The Triton kernels of `strided_mass`: fp16, bf16 and fp32.
 
-Another kernel runs first, that of `cells_triton.py`, or of `pooled_sums_triton.py` for cells of one slot. It leaves the best
+Another kernel runs first, that of `strided_products_triton.py`, or of `pooled_sums_triton.py` for cells of one slot. It leaves the best
 logit of each query cell in each tile of key cells, and sums of weights over each block of the tile, relative to that logit.
 The kernel here turns these into mass. Logits never leave the chip. Query cells are taken in bands of some rows of blocks, so
 that the sums stay small.
@@ -21,17 +21,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.common.hardware import fp32_products
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
-from blocksparse.kernels.gemm.cells_triton import (
-    Tiles,
+from blocksparse.kernels.gemm.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
+from blocksparse.kernels.gemm.products import StridedPooling
+from blocksparse.kernels.gemm.strided_products_triton import (
+    ProductTiles,
     can_use_tma,
-    reach_strides,
+    head_strides_of,
+    strided_boxes,
     sums_of_tiles,
     tiles_for,
-    whole_cells,
 )
-from blocksparse.kernels.gemm.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
-from blocksparse.kernels.gemm.products import Cells
-from blocksparse.kernels.score.cell_means_triton import cell_mean_triton, means_of_short_cells_triton
+from blocksparse.kernels.score.strided_means_triton import edge_means_triton, strided_mean_triton
 from blocksparse.launch.launches import remembered
 
 _WORKSPACE = 2**28  # bytes of sums that are held at a time
@@ -44,19 +44,19 @@ _SPAN = 16  # tiles of pooled keys that a program meets at most
 _GROUP = 16  # tiles of query cells that meet a tile of key cells while it is in the L2 cache
 
 
-def cell_mass_triton(
+def strided_mass_triton(
     q: Tensor,
     k: Tensor,
-    of: Cells,
+    of: StridedPooling,
     *,
     first_cell: int,
     segment: int | None,
     weight: float,
     flipped: bool,
     joint: bool = False,
-    tiles: Tiles | PooledTiles | None = None,
+    tiles: ProductTiles | PooledTiles | None = None,
 ) -> Tensor:
-    """Launch the kernels; arguments as in `cell_mass`. `tiles` are those that the device takes unless given."""
+    """Launch the kernels; arguments as in `strided_mass`. `tiles` are those that the device takes unless given."""
     if of.q_last is not None:
         positions: dict[str, Any] = {name: _of_heads(getattr(of, name), q, k) for name in _POSITIONS}
         of = evolve(of, **positions)
@@ -108,7 +108,7 @@ def _options(high: int, block_n: int, wide: int) -> dict[str, int]:
     return {"TILES": min(512 // high, 64), "AT_A_TIME": sums, "UNROLLED": min(high, _UNROLLED), "num_warps": 1}
 
 
-_POSITIONS = ("q_last", "k_first", "q_floor", "k_last")  # those of `Cells`
+_POSITIONS = ("q_last", "k_first", "q_floor", "k_last")  # those of `StridedPooling`
 
 
 def _of_heads(positions: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -122,8 +122,8 @@ def _of_heads(positions: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 def _of_tokens(
     q: Tensor,
     k: Tensor,
-    of: Cells,
-    tiles: Tiles | PooledTiles | None,
+    of: StridedPooling,
+    tiles: ProductTiles | PooledTiles | None,
     first_cell: int,
     segment: int | None,
     weight: float,
@@ -134,14 +134,13 @@ def _of_tokens(
     slots, q_lead = of.slots, of.q_lead
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_filler, k_filler = (
-        None if of.padded_tail else means_of_short_cells_triton(x, slots, lead)
-        for x, lead in ((q, q_lead), (k, 0))
+        None if of.padded_tail else edge_means_triton(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
     )
     tma = can_use_tma(q, k)
-    tiles = tiles if isinstance(tiles, Tiles) else tiles_for(q, tma=tma)
+    tiles = tiles if isinstance(tiles, ProductTiles) else tiles_for(q, tma=tma)
     block_m, block_n = tiles.block_m, tiles.block_n
     q_source, k_source = (
-        whole_cells(x, slots, lead, block, tiles.block_k) if tma else None
+        strided_boxes(x, slots, lead, block, tiles.block_k) if tma else None
         for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
     )
 
@@ -150,7 +149,7 @@ def _of_tokens(
     ) -> None:
         sums_of_tiles[(q_tiles * (Hq // H) * k_tiles, H, B)](
             q_source, k_source, q, k, q_filler, k_filler, of.q_last, of.k_first, sums, peak, total,
-            q.stride()[:3], k.stride()[:3], reach_strides(of.q_last), reach_strides(of.k_first),
+            q.stride()[:3], k.stride()[:3], head_strides_of(of.q_last), head_strides_of(of.k_first),
             M, N, q_lead, first, last, first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), segment,
             D=D, SLOTS=slots, WIDE=of.wide, GROUP=_GROUP,
             CAUSAL=of.causal, FLIPPED=flipped, TMA=q_source is not None and k_source is not None,
@@ -165,8 +164,8 @@ def _of_tokens(
 def _pooled(
     q: Tensor,
     k: Tensor,
-    of: Cells,
-    tiles: Tiles | PooledTiles | None,
+    of: StridedPooling,
+    tiles: ProductTiles | PooledTiles | None,
     first_cell: int,
     segment: int | None,
     weight: float,
@@ -174,7 +173,7 @@ def _pooled(
     """`_of_tokens` for cells of one slot."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
     # The mean of a cell of one token is the token: a copy that calls can repeat, as they cannot PyTorch's.
-    q, k = (x if x.is_contiguous() else cell_mean_triton(x, 1, 0, False, None) for x in (q, k))
+    q, k = (x if x.is_contiguous() else strided_mean_triton(x, 1, 0, False, None) for x in (q, k))
     tiles = tiles if isinstance(tiles, PooledTiles) else pooled_tiles(q, of.wide)
     block_m, block_n, block_d = tiles.block_m, tiles.block_n, max(power_of_2(D), 16)
     q_source, k_source = (
@@ -188,7 +187,7 @@ def _pooled(
         span = min(max(q_tiles * Hq * B * k_tiles // _PROGRAMS, 1), _SPAN)
         sums_of_pooled[(q_tiles * (Hq // H) * cdiv(k_tiles, span), H, B)](
             q_source, k_source, q, k, of.q_last, of.k_first, of.q_floor, of.k_last, sums, peak, total,
-            reach_strides(of.q_last), reach_strides(of.k_first),
+            head_strides_of(of.q_last), head_strides_of(of.k_first),
             M, N, first, last, first_cell, end, q_tiles, k_tiles, span, weight * math.log2(math.e), of.behind, segment,
             D=D, BLOCK_D=block_d, WIDE=of.wide, CAUSAL=of.causal, PRECISION=fp32_products(),
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -1,6 +1,6 @@
-"""The Triton kernels of `score/cell_means.py`.
+"""The Triton kernels of `score/strided_means.py`.
 
-The Triton kernel of `cell_means`: a program takes some cells of one head, and reads each token once.
+The Triton kernel of `strided_means`: a program takes some cells of one head, and reads each token once.
 
 The Triton kernel of `group_max`: fp16, bf16 and fp32.
 
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import alike, head_at
 from blocksparse.kernels.common.sizes import cdiv, empty_together, power_of_2
-from blocksparse.kernels.gemm.cells_triton import (
-    Tiles,
+from blocksparse.kernels.gemm.products import StridedPooling
+from blocksparse.kernels.gemm.strided_products_triton import (
+    ProductTiles,
     can_use_tma,
-    cell_products,
     grouped_tile,
+    head_strides_of,
     largest,
-    reach_strides,
+    strided_boxes,
+    strided_products,
     tiles_for,
-    whole_cells,
 )
-from blocksparse.kernels.gemm.products import Cells
 from blocksparse.launch.launches import remembered
 
 _TILE = 1024  # entries that a program adds up at a time: eight to a thread
 _UNROLLED = 32  # slots up to which a program asks for all tokens of its cells at once
 
 
-def cell_means_triton(
+def strided_means_triton(
     q: Tensor,
     k: Tensor,
     slots: int,
@@ -42,7 +42,7 @@ def cell_means_triton(
     q_index: Tensor | None = None,
     k_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for queries and keys together; arguments as in `cell_means`."""
+    """Launch the kernel for queries and keys together; arguments as in `strided_means`."""
     B, Hq, M, D = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_index, k_index = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q_index, k_index))
@@ -51,7 +51,7 @@ def cell_means_triton(
     q_means, k_means = empty_together(q.dtype, q.device, (B, Hq, q_cells, D), (B, Hk, k_cells, D))
     at_a_time = max(_TILE // block_d, 1)
     q_programs, k_programs = cdiv(q_cells, at_a_time), cdiv(k_cells, at_a_time)
-    _cell_means_kernel[(B * (Hq * q_programs + Hk * k_programs),)](
+    _strided_means_kernel[(B * (Hq * q_programs + Hk * k_programs),)](
         q, k, q_index, k_index, q_means, k_means,
         q.stride()[:3], k.stride()[:3],
         None if q_index is None else alike(*q_index.stride()[:2]),
@@ -63,7 +63,7 @@ def cell_means_triton(
     return q_means, k_means
 
 
-def cell_mean_triton(
+def strided_mean_triton(
     x: Tensor, slots: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
 ) -> Tensor:
     """Launch the kernel for queries or keys alone: all programs take those."""
@@ -75,7 +75,7 @@ def cell_mean_triton(
     programs, strides = cdiv(cells, at_a_time), x.stride()[:3]
     index_strides = None if index is None else alike(*index.stride()[:2])
     means = x.new_empty((B, H, cells, D))
-    _cell_means_kernel[(B * H * programs,)](
+    _strided_means_kernel[(B * H * programs,)](
         x, x, index, index, means, means, strides, strides, index_strides, index_strides,
         programs, programs, B * H * programs, N, N, cells, cells, lead, H, H, H // Hx, H // Hx,
         D=D, BLOCK_D=block_d, SLOTS=slots, UNROLLED=min(slots, _UNROLLED), CELLS=at_a_time, PADDED=padded_tail,
@@ -84,14 +84,14 @@ def cell_mean_triton(
     return means
 
 
-def means_of_short_cells_triton(x: Tensor, slots: int, lead: int) -> Tensor | None:
-    """`means_of_short_cells` by the same kernel, which calls can repeat, as they cannot what PyTorch computes."""
+def edge_means_triton(x: Tensor, slots: int, lead: int) -> Tensor | None:
+    """`edge_means` by the same kernel, which calls can repeat, as they cannot what PyTorch computes."""
     missing = -(lead + x.shape[2]) % slots
     if not (lead or missing):
         return None
     (B, H, _, D), ends = x.shape, (x[:, :, : slots - lead], x[:, :, -(slots - missing) :])
     means = x.new_empty((B, H, 2, D))
-    for at, mean in enumerate(cell_means_triton(*ends, slots, lead, False, None, None)):
+    for at, mean in enumerate(strided_means_triton(*ends, slots, lead, False, None, None)):
         means[:, :, at : at + 1].copy_(mean)
     return means
 
@@ -139,7 +139,7 @@ def _means(
 
 @remembered
 @triton.jit(do_not_specialize=["q_programs", "k_programs", "of_queries", "M", "N", "q_cells", "k_cells", "lead"])
-def _cell_means_kernel(
+def _strided_means_kernel(
     q_ptr, k_ptr, q_index_ptr, k_index_ptr, q_out_ptr, k_out_ptr,
     q_strides, k_strides, q_index_strides, k_index_strides,
     q_programs, k_programs, of_queries, M, N, q_cells, k_cells, lead, q_heads, k_heads, heads_per_query, heads_per_source,
@@ -168,7 +168,7 @@ _GROUP = 8  # tiles of query groups that meet a tile of key groups while it is i
 
 
 def group_max_triton(
-    q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool, tiles: Tiles | None = None
+    q: Tensor, k: Tensor, of: StridedPooling, *, first_row: int, per_token: bool, tiles: ProductTiles | None = None
 ) -> Tensor:
     """Launch the kernel; arguments as in `group_max`. `tiles` are those of `tiles_for` unless given."""
     (B, Hq, M, D), (_, H, N, _) = q.shape, k.shape
@@ -178,7 +178,7 @@ def group_max_triton(
     tiles = tiles or tiles_for(q, tma=tma)
     block_m, block_n = tiles.block_m, tiles.block_n
     q_source, k_source = (
-        whole_cells(x, g, lead, block, tiles.block_k) if tma else None
+        strided_boxes(x, g, lead, block, tiles.block_k) if tma else None
         for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
     )
     rows, cols = -(-(q_lead + M) // (g * high)), -(-N // (g * wide))
@@ -186,7 +186,7 @@ def group_max_triton(
     best = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
     _group_max_kernel[(q_tiles * (Hq // H) * k_tiles, H, B)](
         q_source, k_source, q, k, q_last, k_first, best,
-        q.stride()[:3], k.stride()[:3], reach_strides(q_last), reach_strides(k_first),
+        q.stride()[:3], k.stride()[:3], head_strides_of(q_last), head_strides_of(k_first),
         M, N, q_lead, first_row, rows, cols, q_tiles, k_tiles,
         D=D, SLOTS=g, HIGH=high, WIDE=wide, GROUP=_GROUP,
         CAUSAL=of.causal, PER_TOKEN=per_token, PADDED=of.padded_tail,
@@ -241,7 +241,7 @@ def _group_max_kernel(
     if PADDED:
         left_out = 0.0
     if some:
-        product = cell_products(
+        product = strided_products(
             q_source, k_source, q_ptr, k_ptr, None, None, q_strides, k_strides,
             b, h, h_key, heads, key_heads, q_group, k_group, q_lead, M, N,
             D, SLOTS, False, SHORT, TMA, BLOCK_M, BLOCK_N, BLOCK_K,

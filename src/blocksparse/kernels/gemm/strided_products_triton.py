@@ -1,14 +1,11 @@
-"""Triton's products of cells, and sums of their weights over blocks.
+"""Products of strided pooling tiles (cells), and the sums of their weights over blocks.
 
-The matrix product that kernels over cells share: cells of queries times cells of keys, with sums in fp32.
+The matrix product that kernels share: cells of queries times cells of keys, with sums in fp32. A cell is `slots` consecutive
+tokens of a tensor `[B, H, N, D]`; nothing is copied to make one. A tile of cells is read one slot at a time, through tensor
+descriptors if the GPU has them. Cells may lack tokens at the tail and where a chunk starts: a tile that holds such a cell is
+read token by token.
 
-A cell is `slots` consecutive tokens of a tensor `[B, H, N, D]`; nothing is copied to make one. A tile of cells is read one
-slot at a time, through tensor descriptors if the GPU has them. Cells may lack tokens at the tail and where a chunk starts:
-a tile that holds such a cell is read token by token.
-
-Cells of queries times cells of keys, and the sums of their weights over blocks.
-
-One program multiplies a tile of query cells with a tile of key cells. It leaves, for each query cell, the best logit in the
+`sums_of_tiles`: One program multiplies a tile of query cells with a tile of key cells. It leaves, for each query cell, the best logit in the
 tile of key cells, and the sums of weights over each block of keys, relative to that logit.
 """
 
@@ -28,7 +25,7 @@ from blocksparse.launch.launches import remembered
 
 
 @frozen
-class Tiles:
+class ProductTiles:
     """How a product is launched: cells of queries and of keys per program, dims per step, warps and stages."""
 
     block_m: int
@@ -38,21 +35,21 @@ class Tiles:
     num_stages: int
 
 
-def tiles_for(x: Tensor, *, tma: bool) -> Tiles:
+def tiles_for(x: Tensor, *, tma: bool) -> ProductTiles:
     """Tiles for `x` `[B, H, N, D]`; head dims that would leave half of the last step empty take smaller steps."""
     block_k, hardware = 32 if 0 < x.shape[-1] % 64 <= 32 else 64, hardware_of(x)
     if x.dtype == torch.float32:
-        tiles = Tiles(64, 64, 32, 4, 2)
+        tiles = ProductTiles(64, 64, 32, 4, 2)
     elif tma:
-        tiles = Tiles(128, 256, block_k, 8, 4)
+        tiles = ProductTiles(128, 256, block_k, 8, 4)
     else:
-        tiles = Tiles(128, 128, block_k, 8, 3)
+        tiles = ProductTiles(128, 128, block_k, 8, 3)
     while shared_memory(hardware, tiles, x.element_size()) > hardware.shared and tiles.num_stages > 1:
         tiles = evolve(tiles, num_stages=tiles.num_stages - 1)
     return tiles
 
 
-def shared_memory(hardware: Hardware, tiles: Tiles, itemsize: int) -> int:
+def shared_memory(hardware: Hardware, tiles: ProductTiles, itemsize: int) -> int:
     """Bytes of shared memory of a program, at most."""
     row = tiles.block_k * itemsize
     return needed(hardware, loaded=(tiles.block_m * row, tiles.block_n * row), stages=tiles.num_stages)
@@ -63,7 +60,7 @@ def can_use_tma(*tensors: Tensor) -> bool:
     return all(x.element_size() == 2 and has_descriptors(x) and copies_in_bulk(x) for x in tensors)
 
 
-def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> TensorDescriptor | None:
+def strided_boxes(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> TensorDescriptor | None:
     """A descriptor of the cells of `x` `[B, H, N, D]` that lack no token, `[B, H, slots, cells, D]`; None without any."""
     skipped = -lead % slots
     count = (x.shape[2] - skipped) // slots
@@ -78,7 +75,7 @@ def whole_cells(x: Tensor, slots: int, lead: int, block: int, block_k: int) -> T
     return TensorDescriptor.from_tensor(view, [1, 1, 1, block, block_k])
 
 
-def reach_strides(x: Tensor | None) -> tuple[int, ...] | None:
+def head_strides_of(x: Tensor | None) -> tuple[int, ...] | None:
     """Strides of the first two axes of `x` `[B|1, Hq|1, n]`, as `alike` gives them."""
     return None if x is None else alike(*head_strides(x))
 
@@ -127,7 +124,7 @@ def _by_token(
 
 
 @triton.jit
-def cell_products(
+def strided_products(
     q_source, k_source, q_ptr, k_ptr, q_filler_ptr, k_filler_ptr, q_strides, k_strides,
     b, h, h_key, heads, key_heads, q_cell, k_cell, q_lead, M, N,
     D: tl.constexpr, SLOTS: tl.constexpr, FLIPPED: tl.constexpr, SHORT: tl.constexpr, TMA: tl.constexpr,
@@ -243,7 +240,7 @@ def sums_of_tiles(
     at = i - first
     peak_at = (head * k_tiles + k_tile) * band + at
     if some:
-        logits = cell_products(
+        logits = strided_products(
             q_source, k_source, q_ptr, k_ptr, q_filler_ptr, k_filler_ptr, q_strides, k_strides,
             b, h, h_key, heads, key_heads, q_cell, k_cell, q_lead, M, N,
             D, SLOTS, FLIPPED, SHORT, TMA, BLOCK_M, BLOCK_N, BLOCK_K,

@@ -1,8 +1,8 @@
 """Means of cells, and the best product of two groups of tokens.
 
-`cell_means`: Mean query and mean key of each small cell, rounded to the precision of the queries and keys.
+`strided_means`: Mean query and mean key of each small cell, rounded to the precision of the queries and keys.
 
-    cell_means        out[b, h, i] = sum_r x[b, h, r] / (tokens of cell i)
+    strided_means        out[b, h, i] = sum_r x[b, h, r] / (tokens of cell i)
 
 over the tokens `r` of cell `i`. On GPUs one launch reads every token once, through an index map if one is given, so that no
 token is moved. CPU tensors and float64 take the plain torch below. Both add the tokens of a cell one after another in fp32
@@ -14,7 +14,7 @@ A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` sum
 block is the best product of its pairs of groups. A pair takes part if the row of blocks may see some key of the group, and
 if some slot has a token in both groups. Short groups are compared over the tokens that are there.
 
-There are two implementations. GPUs take the Triton kernel in `cell_means_triton.py`, which keeps no product. CPU tensors,
+There are two implementations. GPUs take the Triton kernel in `strided_means_triton.py`, which keeps no product. CPU tensors,
 float64, blocks that do not fill tiles, and sliding windows take the plain torch below. It computes in fp32 or better, and on
 a CPU takes half precision to the compiled products.
 """
@@ -27,13 +27,13 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import FLOATS, on_gpus
 from blocksparse.kernels.common.sizes import ROOM, cdiv
-from blocksparse.kernels.gemm.products import Cells, cells, products, wide_dtype
+from blocksparse.kernels.gemm.products import StridedPooling, products, strided_view, wide_dtype
 from blocksparse.kernels.layout.gather import gather_rows
 from blocksparse.kernels.score import cpu_choices, cpu_scores
 
 
 @on_gpus(*FLOATS)
-def cell_means(
+def strided_means(
     q: Tensor,
     k: Tensor,
     slots: int,
@@ -51,18 +51,18 @@ def cell_means(
         q_index: `[B, Hq, M]` int32, the query in each slot.
         k_index: `[B, H, N]` int32, the key in each slot; `Hkv` divides `H`.
     """
-    return cell_mean.reference(q, slots, lead, padded_tail, q_index), cell_mean.reference(
+    return strided_mean.reference(q, slots, lead, padded_tail, q_index), strided_mean.reference(
         k, slots, 0, padded_tail, k_index
     )
 
 
 @on_gpus(*FLOATS)
-def cell_mean(
+def strided_mean(
     x: Tensor, slots: int, lead: int = 0, padded_tail: bool = False, index: Tensor | None = None
 ) -> Tensor:
     """Means of cells of queries or of keys alone: `[B, H, cells, D]` of `x` `[B, Hx, N, D]`."""
     x = x if index is None else gather_rows.reference(x, index)
-    by_slot = cells(x, slots, lead).unbind(3)  # `slots` of [B, H, cells, D]
+    by_slot = strided_view(x, slots, lead).unbind(3)  # `slots` of [B, H, cells, D]
     sums = by_slot[0].to(wide_dtype(x), copy=True)
     for tokens in by_slot[1:]:
         sums += tokens
@@ -76,12 +76,12 @@ def cell_mean(
 _WORKSPACE = 2**25  # products of groups that are held at a time
 
 
-def _fills_tiles(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool) -> bool:
+def _fills_tiles(q: Tensor, k: Tensor, of: StridedPooling, *, first_row: int, per_token: bool) -> bool:
     return not of.windowed and all(size & (size - 1) == 0 and size <= 64 for size in (of.high, of.wide))
 
 
 @on_gpus(*FLOATS, where=_fills_tiles)
-def group_max(q: Tensor, k: Tensor, of: Cells, *, first_row: int, per_token: bool) -> Tensor:
+def group_max(q: Tensor, k: Tensor, of: StridedPooling, *, first_row: int, per_token: bool) -> Tensor:
     """Best product of every block, `[B, Hq, rows, cols]` fp32 or better; -inf where no pair takes part.
 
     With `padded_tail`, what takes no part counts as 0, and with `per_token` as well products are divided by the slots of a

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from blocksparse.kernels.gemm.cells_triton import whole_cells
+from blocksparse.kernels.gemm.strided_products_triton import strided_boxes
 
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(
     ("N", "slots", "lead"), [(1, 1, 0), (5, 1, 0), (13, 4, 0), (13, 4, 3), (4, 4, 0), (6, 4, 3)]
 )
-def test_whole_cells(N: int, slots: int, lead: int, heads: int) -> None:
+def test_strided_boxes(N: int, slots: int, lead: int, heads: int) -> None:
     """Also of rows that are no multiple of 16 bytes, in memory where they begin at such: axes of one entry have strides too."""
     x = torch.arange(heads * N * 24, dtype=torch.float16).view(1, heads, N, 24)[..., :20]
-    descriptor = whole_cells(x, slots, lead, 128, 32)
+    descriptor = strided_boxes(x, slots, lead, 128, 32)
     skipped = -lead % slots
     count = (N - skipped) // slots
     if count <= 0:
@@ -29,4 +29,4 @@ def test_whole_cells(N: int, slots: int, lead: int, heads: int) -> None:
 
 
 def test_no_whole_cell() -> None:
-    assert whole_cells(torch.zeros(1, 1, 3, 16), 4, 0, 128, 32) is None
+    assert strided_boxes(torch.zeros(1, 1, 3, 16), 4, 0, 128, 32) is None

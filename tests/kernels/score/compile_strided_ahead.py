@@ -16,23 +16,22 @@ from triton.compiler import ASTSource
 
 import blocksparse as bs
 from blocksparse.kernels.common.sizes import power_of_2
-from blocksparse.kernels.gemm import cells_triton as cell_sums_triton
-from blocksparse.kernels.gemm.cells_triton import Tiles, tiles_for
+from blocksparse.kernels.gemm import strided_products_triton
 from blocksparse.kernels.gemm.pooled_sums_triton import pooled_tiles, sums_of_pooled
-from blocksparse.kernels.score import cell_means_triton
-from blocksparse.kernels.score import cell_means_triton as group_max_triton
+from blocksparse.kernels.gemm.strided_products_triton import ProductTiles, tiles_for
+from blocksparse.kernels.score import strided_means_triton
 from tests.kernels.ahead import MATRIX_INSTRUCTION, SHARED, TARGETS, TEXT, for_target, fp32_products, report_of
 from tests.kernels.launched import gathered
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def compile_cells(
+def compile_strided(
     target: GPUTarget,
     kernel: Any,
     dtype: str,
     head_dim: int,
-    tiles: Tiles,
+    tiles: ProductTiles,
     *,
     tma: bool,
     short: bool,
@@ -149,13 +148,13 @@ def check_means(name: str, target: GPUTarget) -> int:
     }  # fmt: skip
     types = {**{f"{x}_ptr": "*bf16" for x in ("q", "k", "q_out", "k_out")}, "q_strides": ("i32",) * 3}
     types |= {"k_strides": ("i32",) * 3}
-    names = cell_means_triton._cell_means_kernel.jit.arg_names
+    names = strided_means_triton._strided_means_kernel.jit.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     position = {name: i for i, name in enumerate(names)}
     aligned: list[tuple[int, ...]] = [(position[name],) for name in types if name.endswith("_ptr")]
     aligned += [(position[name], axis) for name in ("q_strides", "k_strides") for axis in range(3)]
     source = ASTSource(
-        cell_means_triton._cell_means_kernel.jit,
+        strided_means_triton._strided_means_kernel.jit,
         signature,
         constexprs={(position[name],): value for name, value in constants.items()},
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
@@ -164,7 +163,7 @@ def check_means(name: str, target: GPUTarget) -> int:
     found, others = (
         len(re.findall(rf"ld\.global\S*\.{kind}", compiled.asm["ptx"])) for kind in ("v4", "[bu]16|v2")
     )
-    print(f"{name} cell_means: {found} loads of 16 bytes, {others} of fewer")
+    print(f"{name} strided_means: {found} loads of 16 bytes, {others} of fewer")
     return int(found < 32 or others > 0)
 
 
@@ -186,8 +185,8 @@ def main() -> int:
     failed = 0
     torch.set_grad_enabled(False)
     kernels = {
-        "cell_mass": (cell_sums_triton.sums_of_tiles, {"SLOTS": 8, "WIDE": 16}),
-        "group_max": (group_max_triton._group_max_kernel, {"SLOTS": 64, "HIGH": 4, "WIDE": 4}),
+        "strided_mass": (strided_products_triton.sums_of_tiles, {"SLOTS": 8, "WIDE": 16}),
+        "group_max": (strided_means_triton._group_max_kernel, {"SLOTS": 64, "HIGH": 4, "WIDE": 4}),
     }
     for name, target in TARGETS.items():
         failed += check_pooled(name, target) + check_block_products(name)
@@ -198,7 +197,7 @@ def main() -> int:
             ):
                 tma = name in ("sm_90", "sm_100") and dtype != "fp32"
                 tiles = tiles_for(torch.empty(0, head_dim, dtype=DTYPES[dtype]), tma=tma)
-                compiled = compile_cells(target, kernel, dtype, head_dim, tiles, tma=tma, short=short, **sizes)
+                compiled = compile_strided(target, kernel, dtype, head_dim, tiles, tma=tma, short=short, **sizes)
                 found = compiled.asm[TEXT[target.backend]].count(MATRIX_INSTRUCTION[name])
                 expected = dtype != "fp32"  # exact fp32 products run on the ordinary units
                 failed += (expected and not found) or compiled.metadata.shared > SHARED[name]

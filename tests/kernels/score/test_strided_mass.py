@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.gemm.cells_triton import Tiles
 from blocksparse.kernels.gemm.pooled_sums_triton import PooledTiles
-from blocksparse.kernels.gemm.products import Cells
-from blocksparse.kernels.score import cell_mass_triton, cpu_scores
-from blocksparse.kernels.score.cell_mass import cell_mass
+from blocksparse.kernels.gemm.products import StridedPooling
+from blocksparse.kernels.gemm.strided_products_triton import ProductTiles
+from blocksparse.kernels.score import cpu_scores, strided_mass_triton
+from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.testing import make_qkv
 from tests.machine import DTYPES
 
-SMALL = Tiles(32, 32, 32, 4, 2)  # several tiles in a short prompt
+SMALL = ProductTiles(32, 32, 32, 4, 2)  # several tiles in a short prompt
 SMALL_POOLED = PooledTiles(32, 32, 4, 2)
 
 
@@ -34,16 +34,18 @@ def arguments(
         "weight": q.shape[-1] ** -0.5 / slots, "flipped": True, "padded_tail": False, "joint": False,
     }  # fmt: skip
     given |= changed
-    of = Cells(**{each.name: given.pop(each.name) for each in attrs.fields(Cells) if each.name in given})
+    of = StridedPooling(
+        **{each.name: given.pop(each.name) for each in attrs.fields(StridedPooling) if each.name in given}
+    )
     return {**given, "of": of}
 
 
-def assert_right(given: dict[str, Any], tiles: Tiles | PooledTiles | None = SMALL) -> Tensor:
+def assert_right(given: dict[str, Any], tiles: ProductTiles | PooledTiles | None = SMALL) -> Tensor:
     if given["of"].slots == 1 and tiles is SMALL:
         tiles = SMALL_POOLED
-    got = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
+    got = strided_mass_triton.strided_mass_triton(**given, tiles=tiles)
     wide = {name: x.double() if name in ("q", "k") else x for name, x in given.items()}
-    want = cell_mass.reference(**wide)
+    want = strided_mass.reference(**wide)
     assert got.dtype == torch.float32
     # What fills a short cell is rounded to the precision of its tokens.
     rounding = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 1e-2}[given["q"].dtype]
@@ -77,7 +79,7 @@ def test_what_is_not_finite_spoils_the_same_rows(joint: bool, where: str, value:
     q, k, _ = make_qkv(N=130, Hq=4, Hkv=2, D=16, device=device)
     (k if where == "k" else q)[0, 0, 70] = value
     given = arguments(q, k, joint=joint)
-    got, want = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL), cell_mass.reference(**given)
+    got, want = strided_mass_triton.strided_mass_triton(**given, tiles=SMALL), strided_mass.reference(**given)
     seen = torch.ones_like(want).tril()[0, 0].bool()  # beyond it nothing is ever kept
     assert 0 < int(want[0, 0].isnan()[seen].sum()) < int(seen.sum())
     torch.testing.assert_close(got[..., seen], want[..., seen], rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -88,16 +90,16 @@ def test_a_cell_whose_logits_are_all_minus_infinity_holds_no_mass(changed: dict[
     """As one that reaches no key; the other cells of its row of blocks keep theirs, in kernels as in plain torch."""
     q, k, _ = make_qkv(N=130, Hq=4, Hkv=2, D=16, device=device)
     k[..., 3] = k[..., 3].abs() + 0.1
-    finite = cell_mass.reference(**arguments(q, k, **changed))[0, 0, 70 // 16]
+    finite = strided_mass.reference(**arguments(q, k, **changed))[0, 0, 70 // 16]
     q[0, 0, 70, 3] = -float("inf")
     given, joint = arguments(q, k, **changed), "joint" in changed
-    want = cell_mass.reference(**given)
+    want = strided_mass.reference(**given)
     cells = want.new_tensor(1.0 if joint else 3.0)  # of four; all share a mass of 1 if joint
     torch.testing.assert_close(want[0, 0, 70 // 16].sum(), cells, rtol=1e-5, atol=0)
     assert joint or bool((want[0, 0, 70 // 16] <= finite + 1e-6).all())
-    kernels: list[Any] = [partial(cell_mass_triton.cell_mass_triton, tiles=SMALL)]
+    kernels: list[Any] = [partial(strided_mass_triton.strided_mass_triton, tiles=SMALL)]
     if not joint and cpu_scores.takes(q, k):
-        kernels.append(cpu_scores.cell_mass_on_cpu)
+        kernels.append(cpu_scores.strided_mass_on_cpu)
     seen = torch.ones_like(want).tril()[0, 0].bool()  # beyond it nothing is ever kept
     for kernel in kernels:
         torch.testing.assert_close(kernel(**given)[..., seen], want[..., seen], rtol=1e-4, atol=1e-6)
@@ -147,7 +149,7 @@ def test_cells_of_one_slot(N: int, M: int, changed: dict[str, Any], device: str)
 def test_orders_of_cells_of_one_slot(
     windowed: bool, heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cell_mass_triton, "_PROGRAMS", 8)  # so that a program meets several tiles
+    monkeypatch.setattr(strided_mass_triton, "_PROGRAMS", 8)  # so that a program meets several tiles
     q, k, _ = make_qkv(N=160, Hq=4, Hkv=2, D=16, device=device)
     generator = torch.Generator().manual_seed(0)
     order = torch.arange(160).float() + 24 * torch.rand(1, heads, 160, generator=generator)
@@ -193,10 +195,10 @@ def test_bands_and_spans_do_not_change_mass(
 ) -> None:
     q, k = exact_qkv(N=200, M=150, Hq=2, Hkv=1, D=16, device=device)
     given, tiles = arguments(8 * q, k, slots), SMALL if slots > 1 else SMALL_POOLED
-    whole = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
-    monkeypatch.setattr(cell_mass_triton, "_WORKSPACE", workspace)
-    monkeypatch.setattr(cell_mass_triton, "_PROGRAMS", 4)
-    in_bands = cell_mass_triton.cell_mass_triton(**given, tiles=tiles)
+    whole = strided_mass_triton.strided_mass_triton(**given, tiles=tiles)
+    monkeypatch.setattr(strided_mass_triton, "_WORKSPACE", workspace)
+    monkeypatch.setattr(strided_mass_triton, "_PROGRAMS", 4)
+    in_bands = strided_mass_triton.strided_mass_triton(**given, tiles=tiles)
     assert torch.equal(in_bands, whole)
 
 
@@ -206,10 +208,10 @@ def test_mass_does_not_depend_on_what_comes_later(high: int, device: str) -> Non
     """Cells have the same bits in a short prompt as in a long one, of more tiles than are added up at once."""
     tiles = 70 if high == 8 else 36  # of 64 and of 16 at once
     q, k = exact_qkv(N=tiles * 32, Hq=1, Hkv=1, D=16, device=device)
-    whole = cell_mass_triton.cell_mass_triton(**arguments(4 * q, k, 1, high=high), tiles=SMALL_POOLED)
+    whole = strided_mass_triton.strided_mass_triton(**arguments(4 * q, k, 1, high=high), tiles=SMALL_POOLED)
     for end, M in ((34 * 32, 64), (4 * 32, 128)):
         given = arguments(4 * q[:, :, end - M : end], k[:, :, :end], 1, high=high)
-        got = cell_mass_triton.cell_mass_triton(**given, tiles=SMALL_POOLED)
+        got = strided_mass_triton.strided_mass_triton(**given, tiles=SMALL_POOLED)
         want = whole[:, :, (end - M) // high : end // high, : end // 4]
         assert torch.equal(got, want)
 
@@ -225,7 +227,9 @@ def test_of_a_gpu_s_tiles(device: str) -> None:
     """Tiles of the size that a GPU takes, whole ones and short ones."""
     for N, M, segment in ((1000, 1000, None), (1024, 1024, 64), (1000, 615, None)):
         q, k, _ = make_qkv(N=N, M=M, Hq=2, Hkv=1, D=64, dtype=torch.float16, device=device)
-        assert_right(arguments(4 * q, k, 4, high=8, wide=8, segment=segment), tiles=Tiles(128, 128, 64, 8, 3))
+        assert_right(
+            arguments(4 * q, k, 4, high=8, wide=8, segment=segment), tiles=ProductTiles(128, 128, 64, 8, 3)
+        )
 
 
 @pytest.mark.parametrize("M", [64, 50])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse.kernels.score.cell_means import cell_mean, cell_means
-from blocksparse.kernels.score.cell_means_triton import cell_mean_triton, cell_means_triton
+from blocksparse.kernels.score.strided_means import strided_mean, strided_means
+from blocksparse.kernels.score.strided_means_triton import strided_mean_triton, strided_means_triton
 from blocksparse.testing import make_qkv
 from tests.machine import DTYPES
 
@@ -27,16 +27,16 @@ def test_the_kernel_gives_the_twin_s_bits(
         "k_index": torch.rand(2, 4, N, generator=generator).argsort(-1).int().to(device),
     }
     for order in ({"q_index": None, "k_index": None}, moved):
-        got = cell_means_triton(q, k, slots, lead, padded_tail, **order)
+        got = strided_means_triton(q, k, slots, lead, padded_tail, **order)
         want = (
-            cell_mean.reference(q.cpu(), slots, lead, padded_tail, _cpu(order["q_index"])),
-            cell_mean.reference(k.cpu(), slots, 0, padded_tail, _cpu(order["k_index"])),
+            strided_mean.reference(q.cpu(), slots, lead, padded_tail, _cpu(order["q_index"])),
+            strided_mean.reference(k.cpu(), slots, 0, padded_tail, _cpu(order["k_index"])),
         )
         for a, b in zip(got, want, strict=True):
             assert a.dtype == dtype
             assert torch.equal(a.cpu(), b)
-        assert torch.equal(cell_mean_triton(q, slots, lead, padded_tail, order["q_index"]), got[0])
-        assert torch.equal(cell_mean_triton(k, slots, 0, padded_tail, order["k_index"]), got[1])
+        assert torch.equal(strided_mean_triton(q, slots, lead, padded_tail, order["q_index"]), got[0])
+        assert torch.equal(strided_mean_triton(k, slots, 0, padded_tail, order["k_index"]), got[1])
 
 
 def _cpu(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -46,7 +46,7 @@ def _cpu(x: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_means_are_rounded_once(dtype: torch.dtype) -> None:
     q, k, _ = make_qkv(Hq=2, Hkv=1, N=45, M=38, D=8, dtype=dtype)
-    for x, got, lead in zip((q, k), cell_means(q, k, 8, lead=3), (3, 0), strict=True):
+    for x, got, lead in zip((q, k), strided_means(q, k, 8, lead=3), (3, 0), strict=True):
         cells = x.double().split([8 - lead, *[8] * ((x.shape[2] - 8 + lead) // 8), (x.shape[2] + lead) % 8], dim=2)
         want = torch.stack([cell.mean(2) for cell in cells if cell.shape[2]], dim=2)
         assert got.dtype == dtype

@@ -8,7 +8,7 @@ over its slots `r`, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query 
 cells that it reaches; a block holds the mass of its pairs of cells. If `joint`, all query cells of a row of blocks spread a
 mass of 1 together: there is one softmax over all their pairs.
 
-There are three implementations. GPUs take the Triton kernels in `cell_mass_triton.py`, which keep no logits. CPUs with a C++
+There are three implementations. GPUs take the Triton kernels in `strided_mass_triton.py`, which keep no logits. CPUs with a C++
 compiler take the kernel in `cpu_scores.cpp`, unless `joint`. All else takes the plain torch below, which computes in fp32 or
 better: other CPUs, float64, and on GPUs blocks that do not fill tiles, and sliding windows over cells of several slots.
 """
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
 from blocksparse.kernels.common.sizes import ROOM
-from blocksparse.kernels.gemm.products import Cells, cells, means_of_short_cells, products, wide_dtype
+from blocksparse.kernels.gemm.products import StridedPooling, edge_means, products, strided_view, wide_dtype
 from blocksparse.kernels.score import cpu_scores
 
 _WORKSPACE = 2**28  # bytes of logits that are held at a time; their softmax takes as much again
@@ -29,20 +29,20 @@ _CPU_WORKSPACE = 2**21  # the same for a causal call on a CPU: short steps make 
 _CPU_ROWS = 256  # rows of a product that a step has in any case there, since shorter products are slow
 
 
-def _fill_tiles(q: Tensor, k: Tensor, of: Cells, **_: object) -> bool:
+def _fill_tiles(q: Tensor, k: Tensor, of: StridedPooling, **_: object) -> bool:
     return (of.slots == 1 or not of.windowed) and of.wide & (of.wide - 1) == 0 and of.wide <= 64
 
 
-def _runs_on_cpu(q: Tensor, k: Tensor, of: Cells, *, joint: bool = False, **_: object) -> bool:
+def _runs_on_cpu(q: Tensor, k: Tensor, of: StridedPooling, *, joint: bool = False, **_: object) -> bool:
     return not joint and cpu_scores.takes(q, k)
 
 
 @on_gpus(*FLOATS, where=_fill_tiles)
-@compiled(cpu_scores.cell_mass_on_cpu, _runs_on_cpu)
-def cell_mass(
+@compiled(cpu_scores.strided_mass_on_cpu, _runs_on_cpu)
+def strided_mass(
     q: Tensor,
     k: Tensor,
-    of: Cells,
+    of: StridedPooling,
     *,
     first_cell: int,
     segment: int | None,
@@ -62,9 +62,9 @@ def cell_mass(
     """
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
     q_filler, k_filler = (
-        None if of.padded_tail else means_of_short_cells(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
+        None if of.padded_tail else edge_means(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
     )
-    q_cells, k_cells = cells(q, slots, q_lead, q_filler), cells(k, slots, 0, k_filler)
+    q_cells, k_cells = strided_view(q, slots, q_lead, q_filler), strided_view(k, slots, 0, k_filler)
     keys = k_cells.flatten(3)  # [B, H, cells, slots * D]
     column = torch.arange(keys.shape[2], device=q.device)
     cell = torch.arange(first_cell, first_cell + q_cells.shape[2], device=q.device)
