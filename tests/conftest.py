@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.interpreter import interpret_faster, note_launches
 
 # Where ATEN_CPU_CAPABILITY hides AVX-512, PyTorch's flash kernel asks oneDNN alone whether to pack bf16 for AMX.
-if os.environ.get("ATEN_CPU_CAPABILITY") in ("avx2", "default"):
+# The keys of Inductor's cache lack the vector length, and code for another one gives wrong results.
+if (capability := os.environ.get("ATEN_CPU_CAPABILITY")) in ("avx2", "default"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{capability}")
 
 # Triton decides when a kernel is defined, so this precedes every import of one.
 if not torch.cuda.is_available():
