@@ -38,9 +38,14 @@ def declared(stage: object, role: type, index: int) -> tuple[Declared, ...]:
 
 def parts_of(stage: object, role: type) -> list[Any]:
     """The stages of a role that a stage holds in its fields."""
-    kind: Any = type(stage)  # a dataclass perhaps, which holds none of ours
-    values = [getattr(stage, each.name) for each in attrs.fields(kind)] if attrs.has(kind) else []
-    return [value for value in values if isinstance(value, role)]
+    kind: type = type(stage)
+    return [part for name in _fields(kind) if isinstance(part := getattr(stage, name), role)]
+
+
+@cache  # calls of pipelines ask
+def _fields(kind: Any) -> tuple[str, ...]:
+    # A stage may be a dataclass, which holds none of ours.
+    return tuple(each.name for each in attrs.fields(kind)) if attrs.has(kind) else ()
 
 
 @cache

@@ -105,7 +105,10 @@ class Selector(Stage, ABC, Generic[ScoresT_contra, MaskT_co]):
 
 
 class Combination(Selector[ScoresT_contra, MaskT_co]):
-    """A selector that keeps at least what each of its parts keeps, the selectors in its fields."""
+    """A selector that is made of those in its fields and looks at no score itself.
+
+    Unless it overrides `keeps_everything`, it keeps at least what each of them keeps.
+    """
 
     traits = SelectorTraits(reads_values=False)
 
