@@ -93,16 +93,22 @@ def total(x):
 
 
 @triton.jit
-def grouped_tile(pid, q_tiles, k_tiles, heads, GROUP: tl.constexpr):
-    """Head, tile of queries and tile of keys of a program.
+def grouped_tile(q_tiles, k_tiles, GROUP: tl.constexpr):
+    """Of a program: batch entry, query head and KV head, how many there are of both, tile of queries and tile of keys.
 
     `GROUP` tiles of queries meet one tile of keys before the next tile of keys comes, so that it stays in the L2 cache.
     """
+    heads_per_key = tl.num_programs(0) // (q_tiles * k_tiles)
+    h_key = tl.program_id(1)
+    key_heads = tl.num_programs(1)
+    b = tl.program_id(2)
+    pid = tl.program_id(0)
     first = pid // (GROUP * k_tiles) * GROUP
-    high = tl.minimum(q_tiles * heads - first, GROUP)
+    high = tl.minimum(q_tiles * heads_per_key - first, GROUP)
     within = pid - first * k_tiles
     row = first + within % high
-    return row // q_tiles, row % q_tiles, within // high
+    h_in_group, q_tile, k_tile = row // q_tiles, row % q_tiles, within // high
+    return b, h_key * heads_per_key + h_in_group, h_key, key_heads * heads_per_key, key_heads, q_tile, k_tile
 
 
 @triton.jit
@@ -207,13 +213,7 @@ def sums_of_tiles(
 ):  # fmt: skip
     """Stores sums over blocks `[B, Hq, band, cols]`, and best logits and sums over each tile `[B, Hq, k_tiles, band]`."""
     TILE_COLS: tl.constexpr = BLOCK_N // WIDE
-    heads_per_key = tl.num_programs(0) // (q_tiles * k_tiles)
-    h_key = tl.program_id(1)
-    key_heads = tl.num_programs(1)
-    b = tl.program_id(2)
-    h_in_group, q_tile, k_tile = grouped_tile(tl.program_id(0), q_tiles, k_tiles, heads_per_key, GROUP)
-    h = h_key * heads_per_key + h_in_group
-    heads = key_heads * heads_per_key
+    b, h, h_key, heads, key_heads, q_tile, k_tile = grouped_tile(q_tiles, k_tiles, GROUP)
 
     q_cell = first + q_tile * BLOCK_M
     k_cell = k_tile * BLOCK_N

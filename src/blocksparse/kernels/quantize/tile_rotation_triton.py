@@ -129,14 +129,15 @@ def _whole(x):
 
 
 @triton.jit
-def _store(values_ptr, x, at, inside, HALF: tl.constexpr):
-    """Stores the lowest bytes of half of the entries of rows.
+def _store(values_ptr, first, second, at, inside, D: tl.constexpr):
+    """Stores the lowest bytes of both halves of the entries of rows.
 
-    The store has another shape than the loads, or the compiler would arrange the threads of both alike.
+    The stores have another shape than the loads, or the compiler would arrange the threads of both alike.
     """
-    values = x.to(tl.int32, bitcast=True).to(tl.int8)[:, None, :]
-    values_at = values_ptr + at[:, None, None] * (2 * HALF) + tl.arange(0, HALF)[None, None, :]
-    tl.store(values_at, values, mask=inside[:, None, None])
+    for half in tl.static_range(2):
+        values = (first, second)[half].to(tl.int32, bitcast=True).to(tl.int8)[:, None, :]
+        values_at = values_ptr + half * (D // 2) + at[:, None, None] * D + tl.arange(0, D // 2)[None, None, :]
+        tl.store(values_at, values, mask=inside[:, None, None])
 
 
 @triton.jit
@@ -165,8 +166,7 @@ def query_kernel(
         first, second = _whole(first * inverse), _whole(second * inverse)
         at = (b.to(tl.int64) * tl.num_programs(1) + h) * slots + slot
         tl.store(scale_ptr + at, scale * root, mask=inside)
-        _store(values_ptr, first, at, inside, D // 2)
-        _store(values_ptr + D // 2, second, at, inside, D // 2)
+        _store(values_ptr, first, second, at, inside, D)
         if mean_ptr is not None:
             taken = (first - 12582912.0) * mean_first + (second - 12582912.0) * mean_second
             taken = tl.sum(taken, 1) * (scale * root * root * factor)
@@ -195,8 +195,7 @@ def key_kernel(
         tl.store(token_scale_ptr + head * slots + slot, scale * root, mask=inside)
         inverse = inverse_of(scale)
         at = ((b.to(tl.int64) * 2 + 1) * H + h) * slots + slot
-        _store(values_ptr, _whole(first * inverse), at, inside, D // 2)
-        _store(values_ptr + D // 2, _whole(second * inverse), at, inside, D // 2)
+        _store(values_ptr, _whole(first * inverse), _whole(second * inverse), at, inside, D)
         if mean_ptr is not None:
             first = tl.where(there[:, None], first - mean_first, 0.0)
             second = tl.where(there[:, None], second - mean_second, 0.0)
@@ -204,5 +203,4 @@ def key_kernel(
         store_groups(tile_scale_ptr, scale * root, head, part, slots, ROWS, TILE)
         inverse = inverse_of(of_tokens(scale, ROWS, TILE, 2))
         at = (b.to(tl.int64) * 2 * H + h) * slots + slot
-        _store(values_ptr, _whole(first * inverse), at, inside, D // 2)
-        _store(values_ptr + D // 2, _whole(second * inverse), at, inside, D // 2)
+        _store(values_ptr, _whole(first * inverse), _whole(second * inverse), at, inside, D)

@@ -210,13 +210,7 @@ def _group_max_kernel(
 ):  # fmt: skip
     TILE_ROWS: tl.constexpr = BLOCK_M // HIGH
     TILE_COLS: tl.constexpr = BLOCK_N // WIDE
-    heads_per_key = tl.num_programs(0) // (q_tiles * k_tiles)
-    h_key = tl.program_id(1)
-    key_heads = tl.num_programs(1)
-    b = tl.program_id(2)
-    h_in_group, q_tile, k_tile = grouped_tile(tl.program_id(0), q_tiles, k_tiles, heads_per_key, GROUP)
-    h = h_key * heads_per_key + h_in_group
-    heads = key_heads * heads_per_key
+    b, h, h_key, heads, key_heads, q_tile, k_tile = grouped_tile(q_tiles, k_tiles, GROUP)
 
     q_group = q_tile * BLOCK_M
     k_group = k_tile * BLOCK_N
