@@ -93,7 +93,7 @@ test-wheel:
 
 # Engines of vLLM on a CPU, in an environment of their own of about 4 GB; no part of make test.
 test-vllm: $(VLLM_VENV)/.installed
-	@echo "make test-vllm: some 35 engines of vLLM, one after another: about 8 minutes on two cores" >&2
+	@echo "make test-vllm: some 40 engines of vLLM, one after another: about 10 minutes on two cores" >&2
 	@cd tests_vllm && $(abspath $(VLLM_VENV))/bin/python -m pytest -c pytest.ini
 
 # Engines of SGLang on a CPU, in an environment of their own of about 3 GB; no part of make test either.
