@@ -27,7 +27,7 @@ import blocksparse as bs
 from benchmarks.inputs import QKV
 from benchmarks.timing import ROUNDS, CannotRunError, attempt, check, check_near, medians, relative_l1, some_rows
 from blocksparse.hosts.token_layout import placed
-from blocksparse.kernels.attention.remainder import add_remainder
+from blocksparse.kernels.attention.mean_correction import add_mean_correction
 from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.layers.reused_mask import MaskCache, ReusedMask
 from blocksparse.tools.bench import repeated
@@ -164,7 +164,7 @@ def cudnn_sparse(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Callabl
 
 def with_means(pipeline: AnyPipeline) -> AnyPipeline:
     """The same, whose blocks that are not kept take part by their means."""
-    return evolve(pipeline, executor=bs.RemainderExecutor(pipeline.executor))
+    return evolve(pipeline, executor=bs.MeanCorrectionExecutor(pipeline.executor))
 
 
 def plain_means(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, choice: bs.Choice[Any]) -> Tensor:
@@ -173,7 +173,7 @@ def plain_means(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, choice: 
     assert exact.lse is not None
     order: Any = grid.permutation
     kept = KeptBlocks(choice.mask.keep, grid, order.q_index, order.key_slots)
-    out, _ = add_remainder(q, k, v, exact.out, exact.lse, kept, scale=choice.spec.scale)
+    out, _ = add_mean_correction(q, k, v, exact.out, exact.lse, kept, scale=choice.spec.scale)
     return out
 
 

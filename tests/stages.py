@@ -194,7 +194,7 @@ EXECUTORS: tuple[bs.Executor[Any, Any], ...] = with_others(
     bs.GatherExecutor(0.0),
     bs.GatherExecutor(0.1, patience=2),
     bs.SkipSoftmaxExecutor(20.0),
-    bs.RemainderExecutor(bs.ReferenceExecutor()),
+    bs.MeanCorrectionExecutor(bs.ReferenceExecutor()),
 )
 # The first example of each class that the package exports.
 BY_CLASS: dict[type, Any] = {

@@ -29,7 +29,7 @@ PIPELINES: Mapping[str, AnyPipeline] = {
     "queries_sorted": bs.Pipeline(
         bs.SegmentQuerySort(64, block=32), bs.MeanPoolScorer(32), bs.TopCdf(0.4), bs.ReferenceExecutor()
     ),
-    "means_of_the_rest": bs.mean_pooling(0.4, block=32, executor=bs.RemainderExecutor(bs.ReferenceExecutor())),
+    "mean_correction": bs.mean_pooling(0.4, block=32, executor=bs.MeanCorrectionExecutor(bs.ReferenceExecutor())),
 }
 
 

@@ -76,8 +76,8 @@ def test_selectors(selector: bs.Selector[Any, Any]) -> None:
     )
 
 
-# What approximates by design has a meaning of its own: tests/test_remainder.py, tests/papers/test_skip_softmax.py.
-APPROXIMATE = bs.Int8Executor, bs.RemainderExecutor, bs.SkipSoftmaxExecutor
+# What approximates by design has a meaning of its own: tests/test_mean_correction.py, tests/papers/test_skip_softmax.py.
+APPROXIMATE = bs.Int8Executor, bs.MeanCorrectionExecutor, bs.SkipSoftmaxExecutor
 EXECUTORS = [
     pytest.param(e, id=stages.name(e), marks=[pytest.mark.slow] if isinstance(e, bs.FlexExecutor) else [])
     for e in stages.EXECUTORS

@@ -81,7 +81,7 @@ def test_figures_are_those_of_the_trace(name: str) -> None:
 
 def test_means_of_dropped_blocks_are_no_covered_mass() -> None:
     """They are in the output and in its lse. Their weights lie on no pair, so that no KL is known."""
-    pipeline = bs.mean_pooling(0.4, block=32, executor=bs.RemainderExecutor(bs.ReferenceExecutor()))
+    pipeline = bs.mean_pooling(0.4, block=32, executor=bs.MeanCorrectionExecutor(bs.ReferenceExecutor()))
     trace = pipeline.trace(*make_qkv(N=200, D=16))
     figures, _ = look({"means": trace}, "means", pixels=60)
     torch.testing.assert_close(figures["means"].covered_mass, trace.covered_mass()[0], rtol=1e-5, atol=1e-6)

@@ -65,7 +65,7 @@ ELSEWHERE = (
     bs.FlashAttention4Executor,
     bs.Int8Executor,
     bs.SkipSoftmaxExecutor,
-    bs.RemainderExecutor,
+    bs.MeanCorrectionExecutor,
 )
 
 

@@ -13,9 +13,9 @@ from blocksparse.execute.flex import FlexExecutor
 from blocksparse.execute.gather import GatherExecutor
 from blocksparse.execute.int8 import Int8Executor
 from blocksparse.execute.launched import BlockPlan
+from blocksparse.execute.mean_correction import MeanCorrectionExecutor
 from blocksparse.execute.packages import CudnnExecutor, FlashAttention4Executor
 from blocksparse.execute.reference import ReferenceExecutor
-from blocksparse.execute.remainder import RemainderExecutor
 from blocksparse.execute.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.grid import Grid
@@ -140,6 +140,7 @@ __all__ = [
     "LastKeys",
     "LastQueries",
     "LaunchError",
+    "MeanCorrectionExecutor",
     "MeanLogitScorer",
     "MeanPoolScorer",
     "MeanStd",
@@ -162,7 +163,6 @@ __all__ = [
     "RasterOrder",
     "ReferenceExecutor",
     "Refined",
-    "RemainderExecutor",
     "RotaryBandScorer",
     "RoutedByDivergence",
     "RowShare",

@@ -39,7 +39,7 @@ DIMS = {"bf16": (64, 96, 128, 256), "fp32": (64, 128)}
 MULTIPLY = {
     "strided_means_triton._group_max_kernel", "strided_products_triton", "coarse_steps_triton._range", "coarse_steps_triton._steps",
     "gather_attention_hopper", "gather_attention_triton", "int8_attention_hopper", "last_queries_triton", "pooled_sums_triton",
-    "products_triton._block_products_kernel", "remainder_triton", "segments_triton._sums",
+    "products_triton._block_products_kernel", "mean_correction_triton", "segments_triton._sums",
     "segments_triton._weights", "sparse_attention_hopper", "sparse_attention_triton",
 }  # fmt: skip
 KINDS = {"sm_90", "gfx942", "gfx1100"}
@@ -78,7 +78,7 @@ def pipelines(hardware: Hardware) -> dict[str, bs.Pipeline[Any, Any, Any]]:
         if isinstance(pipeline.executor, bs.AutoExecutor):
             pipeline = evolve(pipeline, executor=bs.TritonExecutor())
         found[name] = pipeline
-    found["flash_prefill, remainder"] = bs.flash_prefill(remainder=True, executor=bs.TritonExecutor())
+    found["flash_prefill, mean correction"] = bs.flash_prefill(mean_correction=True, executor=bs.TritonExecutor())
     found["minference, by head"] = bs.minference([100, 200, 300, 400], 500, executor=bs.TritonExecutor())
     found["xattention, sums"] = evolve(bs.xattention(pattern="sum"), executor=bs.TritonExecutor())
     pooled = found["mean_pooling"]

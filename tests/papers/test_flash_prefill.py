@@ -44,9 +44,9 @@ def test_the_last_queries_are_dense() -> None:
 
 def test_the_mean_correction_of_its_second_version() -> None:
     """Brute force: every query of a row, over the keys that it keeps and the means of blocks before the row."""
-    pipeline = bs.flash_prefill(0.95, block=8, sink=8, window=16, last=None, remainder=True)
+    pipeline = bs.flash_prefill(0.95, block=8, sink=8, window=16, last=None, mean_correction=True)
     exact = bs.flash_prefill(0.95, block=8, sink=8, window=16, last=None).executor
-    assert pipeline.executor == bs.RemainderExecutor(exact)
+    assert pipeline.executor == bs.MeanCorrectionExecutor(exact)
     q, k, v = (torch.randn(1, 1, 96, 16, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
     keep, out = pipeline.choose(q, k).mask.keep[0, 0], pipeline(q, k, v)[0, 0]
     assert bool((~keep).tril().any())

@@ -41,7 +41,7 @@ from blocksparse.check.validators import (
 from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.executor import Executor
 from blocksparse.execute.gather import GatherExecutor
-from blocksparse.execute.remainder import RemainderExecutor
+from blocksparse.execute.mean_correction import MeanCorrectionExecutor
 from blocksparse.execute.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.layers.schedule import Schedule
 from blocksparse.order.content_orders import SegmentKeySort
@@ -488,7 +488,7 @@ def flash_prefill(
     sink: int = 256,  # the same: 2 blocks
     window: int = 512,  # the same: 4 blocks
     last: int | None = 256,  # the same: 2 blocks
-    remainder: bool = False,
+    mean_correction: bool = False,
     executor: BlockExecutor | None = None,
 ) -> Preset[BlockMass]:
     """Keep the blocks that are worth a share of their row's best one, the first keys, a window, and the last rows.
@@ -502,14 +502,14 @@ def flash_prefill(
         window: tokens in the window that ends with a row of blocks, in whole blocks, the row's own included.
         last: how many queries at the end of the call see every key; None for none. Each chunk of a prompt has its
             own last queries.
-        remainder: let dropped blocks contribute their means, as in `RemainderExecutor`: the mean
+        mean_correction: let dropped blocks contribute their means, as in `MeanCorrectionExecutor`: the mean
             correction of FlashPrefill V2 (2608.19758).
         executor: `AutoExecutor()` if None.
     """
     block_size.check(block=block)
     size.check(sink=sink, window=window)
     optional(size).check(last=last)
-    flag.check(remainder=remainder)
+    flag.check(mean_correction=mean_correction)
     optional(a(Executor)).check(executor=executor)
     attend = AutoExecutor() if executor is None else executor
     kept: PositionSelector = Sink(sink) | Band(max(window - block, 0))
@@ -519,7 +519,7 @@ def flash_prefill(
         Identity(),
         QueryRowsScorer(block),
         PeakShare(alpha) | kept,
-        RemainderExecutor(attend) if remainder else attend,
+        MeanCorrectionExecutor(attend) if mean_correction else attend,
     )
 
 

@@ -18,7 +18,7 @@ from blocksparse.check.per_head import share as a_share
 from blocksparse.check.validators import a, block_size, count, flag, multiple, optional, shown, size
 from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.executor import Executor
-from blocksparse.execute.remainder import RemainderExecutor
+from blocksparse.execute.mean_correction import MeanCorrectionExecutor
 from blocksparse.order.content_orders import KMeansOrder
 from blocksparse.order.grid_orders import TileOrder
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
@@ -138,13 +138,14 @@ def sol_attn(
     block: int = 64,  # released code
     variance: Variance = "diagonal",  # the same
     text: int = 0,  # the same: sink_tokens
-    remainder: bool = False,
+    mean_correction: bool = False,
     executor: BlockExecutor | None = None,
 ) -> Preset[BlockLogits]:
     """Keep the blocks whose logit lies some standard deviations above their row's mean, and each row's neighbours.
 
     Blocks that are not kept are left out. The authors' code lets them take part through their mean keys and
-    values, as `remainder` does. Without it this is the selection alone, with a larger error at the same `tau`.
+    values, as `mean_correction` does. Without it this is the selection alone, with a larger error at the same
+    `tau`.
 
     Args:
         tau: how many standard deviations; a number, or one per query head. A greater one keeps fewer blocks.
@@ -152,11 +153,11 @@ def sol_attn(
         variance: how the deviation of a row is computed, as in `MeanLogitScorer`.
         text: how many keys at the end are kept for all queries. `attach` of `integrations.diffusers` keeps text by
             itself.
-        remainder: let dropped blocks contribute their means, as in `RemainderExecutor`.
+        mean_correction: let dropped blocks contribute their means, as in `MeanCorrectionExecutor`.
         executor: `AutoExecutor()` if None.
     """
     count.check(text=text)
-    flag.check(remainder=remainder)
+    flag.check(mean_correction=mean_correction)
     optional(a(Executor)).check(executor=executor)
     attend = AutoExecutor() if executor is None else executor
     neighbours: PositionSelector = Band(1)  # a key at a distance of 1 is in the next block
@@ -164,7 +165,7 @@ def sol_attn(
         Identity(),
         MeanLogitScorer(block, variance=variance),
         MeanStd(tau) | (neighbours | LastKeys(text) if text else neighbours),
-        RemainderExecutor(attend) if remainder else attend,
+        MeanCorrectionExecutor(attend) if mean_correction else attend,
     )
 
 

@@ -1,4 +1,4 @@
-"""Compile the kernels of the remainder for targets that are not here; prints one line per target and kernel.
+"""Compile the kernels of the mean correction for targets that are not here; prints one line per target and kernel.
 
 Run as a script, in a process of its own: the test suite interprets kernels, and this compiles them.
 """
@@ -10,7 +10,7 @@ import sys
 import torch
 
 import blocksparse as bs
-from blocksparse.kernels.attention.remainder import add_remainder
+from blocksparse.kernels.attention.mean_correction import add_mean_correction
 from blocksparse.kernels.common.tiles import portable
 from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.testing import make_qkv
@@ -30,7 +30,7 @@ def main() -> int:
             keep = torch.zeros(1, 2, grid.rows, grid.cols, dtype=torch.bool)
             tiles = portable(64, 64, head_dim, q.element_size(), HARDWARE[name])
             with gathered(name) as found:
-                add_remainder(
+                add_mean_correction(
                     q, k, v, torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32),
                     KeptBlocks(keep, grid), scale=1.0, softcap=30.0 if causal else None, tiles=tiles,
                 )  # fmt: skip

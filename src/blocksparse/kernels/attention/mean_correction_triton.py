@@ -1,4 +1,4 @@
-"""The Triton kernels of `add_remainder`: means of keys and values, which columns a row takes, and attention to them.
+"""The Triton kernels of `add_mean_correction`: means of keys and values, which columns a row takes, and attention to them.
 
 A program of the last computes `BLOCK_M` queries of one row of blocks. So what they take is told by one bit per column,
 which is the same in whatever thread it is asked for, and costs no exchange between threads.
@@ -26,7 +26,7 @@ _WORD = 64  # columns of which one number has the bits; means are filled up to a
 _LARGEST = 1e38  # about the largest number of fp32: times infinity, a logit of 0 would be NaN
 
 
-def add_remainder_triton(
+def add_mean_correction_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -37,7 +37,7 @@ def add_remainder_triton(
     softcap: float | None,
     tiles: TritonTiles,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; arguments as in `add_remainder`.
+    """Launch the kernels; arguments as in `add_mean_correction`.
 
     `tiles.block_m` divides `kept.grid.q_block`, and `tiles.block_n` 64.
     """
@@ -228,7 +228,7 @@ def _add(
     if spoilt:
         joined = joined * float("nan")
         joined_lse = joined_lse * float("nan")
-    # Where a query sees no remainder, not a bit of its output changes.
+    # Where a query sees no means, not a bit of its output changes.
     joined = tl.where(none[:, None], exact, joined.to(exact.dtype))
     joined_lse = tl.where(none, lse, joined_lse)
     result_at = result_ptr + b.to(tl.int64) * result_strides[0] + h.to(tl.int64) * result_strides[1]

@@ -12,7 +12,7 @@ from blocksparse.check.stage import Declared, check_takes, declared
 from blocksparse.check.validators import a
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
 from blocksparse.execute.triton import portable_reasons
-from blocksparse.kernels.attention.remainder import add_remainder
+from blocksparse.kernels.attention.mean_correction import add_mean_correction
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.tiles import TritonTiles, portable
 from blocksparse.kernels.masks.arguments import KeptBlocks
@@ -23,13 +23,13 @@ from blocksparse.spec import AttentionSpec
 
 @final
 @frozen(cache_hash=True)
-class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
+class MeanCorrectionExecutor(Executor[GlobalPermutation, BlockMask]):
     """Exact attention over kept blocks by `inner`, and dropped blocks through their mean keys and values.
 
     A block of `n` keys that is not kept enters the softmax of a query as `n` keys that are their mean, with the
     mean value. Only blocks that every query of their row sees whole do, so no query depends on a later key. Other
-    dropped blocks, and those that a sliding window cuts, contribute nothing. `out` and `lse` contain this
-    remainder; `visited` and `visited_lse` are of what `inner` computed exactly.
+    dropped blocks, and those that a sliding window cuts, contribute nothing. `out` and `lse` contain
+    these means; `visited` and `visited_lse` are of what `inner` computed exactly.
 
     On a small language model it lowered the KL from dense attention by 3 to 10 % with selection by mass. With
     small fixed budgets it raised the KL. Every query attends to every mean key. On a GPU this runs in dedicated
@@ -40,17 +40,17 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
 
     Raises:
         TypeError: `inner` visits blocks by rank and stops early, so that it leaves out blocks that are kept.
-        ValueError: `inner` is a `RemainderExecutor` itself; in a call, if it gives no lse.
+        ValueError: `inner` is a `MeanCorrectionExecutor` itself; in a call, if it gives no lse.
     """
 
     inner: Executor[GlobalPermutation, BlockMask] = field(validator=a(Executor))
 
     def __attrs_post_init__(self) -> None:
         check_takes(declared(self.inner, Executor, 1), (Declared(type(self), BlockMask),))
-        if isinstance(self.inner, RemainderExecutor):
+        if isinstance(self.inner, MeanCorrectionExecutor):
             raise ValueError(
-                "'inner' must not be a RemainderExecutor, since what is not kept would count twice: give the "
-                "executor that it has inside, or leave out remainder=True"
+                "'inner' must not be a MeanCorrectionExecutor, since what is not kept would count twice: give the "
+                "executor that it has inside, or leave out mean_correction=True"
             )
 
     @property
@@ -77,11 +77,11 @@ class RemainderExecutor(Executor[GlobalPermutation, BlockMask]):
         if exact.lse is None:
             name = type(self.inner).__name__
             raise ValueError(
-                f"'RemainderExecutor' joins outputs by their lse, and {name} gives none: use another executor"
+                f"'MeanCorrectionExecutor' joins outputs by their lse, and {name} gives none: use another executor"
             )
         order, grid = one_order(mask), mask.grid
         kept = KeptBlocks(mask.keep, grid, order.q_index, order.key_slots)
-        joined, lse = add_remainder(
+        joined, lse = add_mean_correction(
             q,
             k,
             v,

@@ -1,4 +1,4 @@
-"""What it costs that blocks which are not kept take part by their means: `python -m benchmarks.remainder`.
+"""What it costs that blocks which are not kept take part by their means: `python -m benchmarks.mean_correction`.
 
 Each call attends to the same mask with and without means, in turns, after a check against plain torch; then its
 kernels are profiled one by one. It needs a GPU; `--calls toy` tries it on a CPU, without the profile.
@@ -25,7 +25,7 @@ from benchmarks.video import plain_means, with_means
 
 AnyPipeline = bs.Pipeline[Any, Any, Any]
 SHARE = 0.25  # of a row's blocks, that is kept
-OWN = ("_pool", "_take", "_add")  # the remainder's kernels, by the ends of their names
+OWN = ("_pool", "_take", "_add")  # the kernels of the mean correction, by the ends of their names
 REPEATS = 20  # of calls that are profiled, after a cold one
 
 
@@ -65,7 +65,7 @@ CALLS = {
 
 
 def measure(call: Call, device: torch.device, dtype: torch.dtype, budget_ms: float) -> dict[str, Any]:
-    """Milliseconds with and without means, and of each kernel of the remainder."""
+    """Milliseconds with and without means, and of each kernel of the mean correction."""
     q, k, v = call.qkv(device, dtype)
     pipeline = call.pipeline
     means = with_means(pipeline)

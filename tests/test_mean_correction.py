@@ -15,7 +15,7 @@ from blocksparse.testing import assert_within_budget, make_qkv
 from tests import stages
 from tests.specs import asked
 
-REFERENCE = bs.RemainderExecutor(bs.ReferenceExecutor())
+REFERENCE = bs.MeanCorrectionExecutor(bs.ReferenceExecutor())
 
 
 def by_query(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def test_executors_and_precisions(device: str) -> None:
     inner += [bs.CpuExecutor()] if device == "cpu" else [bs.TritonExecutor()]
     for executor in inner:
         into = torch.empty_like(plain.out)
-        got = bs.RemainderExecutor(executor)(q, k, v, mask, spec, into)
+        got = bs.MeanCorrectionExecutor(executor)(q, k, v, mask, spec, into)
         assert got.out is into
         assert_within_budget(got.out, want.out, plain.out)
     assert want.lse is not None
@@ -89,7 +89,7 @@ def test_executors_and_precisions(device: str) -> None:
 def test_later_keys_change_nothing() -> None:
     """With the choice held, changing every token from one on leaves the rows before it bit-identical."""
     q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=16)
-    pipeline = bs.mean_pooling(0.3, block=16, executor=bs.RemainderExecutor(bs.CpuExecutor()))
+    pipeline = bs.mean_pooling(0.3, block=16, executor=bs.MeanCorrectionExecutor(bs.CpuExecutor()))
     choice = pipeline.choose(q, k)
     before = pipeline.attend(q, k, v, choice).out
     for t in (31, 32, 33, 70):
@@ -104,7 +104,7 @@ def test_later_keys_change_nothing() -> None:
 def test_nor_do_later_numbers_that_are_not_finite(inner: bs.Executor[Any, Any], bad: float) -> None:
     """A query has the bits that it has without them, unless it sees them; then they show, kept or not."""
     q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=16)
-    pipeline = bs.mean_pooling(0.3, block=16, executor=bs.RemainderExecutor(inner))
+    pipeline = bs.mean_pooling(0.3, block=16, executor=bs.MeanCorrectionExecutor(inner))
     choice = pipeline.choose(q, k)
     before = pipeline.attend(q, k, v, choice).out
     for x in (k, v):
@@ -125,22 +125,22 @@ def test_an_output_that_does_not_fit_is_refused() -> None:
         REFERENCE(q, k, v, trace.mask, trace.spec, torch.empty_like(q, dtype=torch.int32))
 
 
-def test_no_remainder_of_a_remainder() -> None:
-    for make in (bs.RemainderExecutor, lambda inner: bs.sol_attn(remainder=True, executor=inner)):
+def test_no_mean_correction_of_another() -> None:
+    for make in (bs.MeanCorrectionExecutor, lambda inner: bs.sol_attn(mean_correction=True, executor=inner)):
         with pytest.raises(ValueError, match="would count twice: give the executor"):
             make(REFERENCE)
 
 
 def test_no_early_stop_inside() -> None:
     """It would leave out blocks that are kept, and which then nothing stands for."""
-    with pytest.raises(TypeError, match="GatherExecutor needs a RankedBlockMask, and RemainderExecutor gives"):
-        bs.RemainderExecutor(bs.GatherExecutor(0.1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a RankedBlockMask, and MeanCorrectionExecutor gives"):
+        bs.MeanCorrectionExecutor(bs.GatherExecutor(0.1))  # type: ignore[arg-type]
 
 
 def test_nothing_dropped_changes_nothing() -> None:
     q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=16)
     everything = bs.Pipeline(
-        bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.RemainderExecutor(bs.CpuExecutor())
+        bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.MeanCorrectionExecutor(bs.CpuExecutor())
     )
     exact = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
     assert torch.equal(everything(q, k, v), exact(q, k, v))
@@ -172,12 +172,12 @@ def test_what_gives_no_lse_is_refused() -> None:
             return bs.AttentionOutput(v, None)
 
     with pytest.raises(ValueError, match="joins outputs by their lse, and NoLse gives none"):
-        bs.mean_pooling(block=16, executor=bs.RemainderExecutor(NoLse()))(*make_qkv(N=40, Hq=2, Hkv=2, D=16))
+        bs.mean_pooling(block=16, executor=bs.MeanCorrectionExecutor(NoLse()))(*make_qkv(N=40, Hq=2, Hkv=2, D=16))
 
 
-def test_sol_attn_with_its_remainder() -> None:
+def test_sol_attn_with_its_mean_correction() -> None:
     q, k, v = make_qkv(N=200, Hq=2, Hkv=2, D=16, dtype=torch.float64)
-    whole = bs.sol_attn(1.0, block=16, remainder=True, executor=bs.ReferenceExecutor())
+    whole = bs.sol_attn(1.0, block=16, mean_correction=True, executor=bs.ReferenceExecutor())
     assert whole.executor == REFERENCE
     trace = whole.trace(q, k, v, causal=False)
     alone = bs.sol_attn(1.0, block=16, executor=bs.ReferenceExecutor()).trace(q, k, v, causal=False)
@@ -188,7 +188,7 @@ def test_sol_attn_with_its_remainder() -> None:
 def test_a_rank_says_what_it_visited() -> None:
     """One of several GPUs that has the whole prompt, and gives its lse to others."""
     q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=200, D=16)
-    means = bs.mean_pooling(0.4, block=32, executor=bs.RemainderExecutor(bs.ReferenceExecutor()))
+    means = bs.mean_pooling(0.4, block=32, executor=bs.MeanCorrectionExecutor(bs.ReferenceExecutor()))
     call = ShardedCall(bs.AttentionSpec(scale=0.25), with_lse=True, Hq=4, Hkv=2)
     output, expected = attend_whole(means, q, k, lambda: v, call, dense=False), means.trace(q, k, v).output
     assert output.exact_lse is not None
@@ -199,7 +199,7 @@ def test_a_rank_says_what_it_visited() -> None:
 
 def test_a_layer_of_several_pipelines_says_what_each_visited() -> None:
     q, k, v = make_qkv(B=1, Hq=4, Hkv=2, N=200, D=16)
-    means = bs.mean_pooling(0.4, block=32, executor=bs.RemainderExecutor(bs.ReferenceExecutor()))
+    means = bs.mean_pooling(0.4, block=32, executor=bs.MeanCorrectionExecutor(bs.ReferenceExecutor()))
     plain = bs.mean_pooling(0.4, block=32, executor=bs.ReferenceExecutor())
     output = bs.HeadGroups({(0,): means, (1,): plain}).trace(q, k, v).output
     assert output.visited_lse is not None

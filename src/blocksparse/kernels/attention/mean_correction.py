@@ -27,7 +27,7 @@ from blocksparse.kernels.score.block_mean import block_mean
 _LOGITS = 2**26  # that are held at a time
 
 
-def add_remainder(
+def add_mean_correction(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -39,7 +39,7 @@ def add_remainder(
     softcap: float | None = None,
     tiles: TritonTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the lse with the remainder, `[B, Hq, M, Dv]` and `[B, Hq, M]`, in new memory.
+    """The output and the lse with the mean correction, `[B, Hq, M, Dv]` and `[B, Hq, M]`, in new memory.
 
     Args:
         q: `[B, Hq, M, D]`, in original order, as `k`, `v` `[B, Hkv, N, ...]`, `out` and `lse` are.
@@ -48,13 +48,13 @@ def add_remainder(
         tiles: how the kernel is launched, which takes tensors on a GPU alone; None is plain torch.
     """
     if tiles is None:
-        return add_remainder_reference(q, k, v, out, lse, kept, scale, softcap)
-    from blocksparse.kernels.attention.remainder_triton import add_remainder_triton
+        return add_mean_correction_reference(q, k, v, out, lse, kept, scale, softcap)
+    from blocksparse.kernels.attention.mean_correction_triton import add_mean_correction_triton
 
-    return add_remainder_triton(q, k, v, out, lse, kept, scale, softcap, tiles)
+    return add_mean_correction_triton(q, k, v, out, lse, kept, scale, softcap, tiles)
 
 
-def add_remainder_reference(
+def add_mean_correction_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -98,7 +98,7 @@ def add_remainder_reference(
         rest = torch.empty_like(rest).scatter_(2, order.unsqueeze(-1).expand_as(rest), rest)
     together = torch.logaddexp(lse.to(of_rest.dtype), of_rest)
     of_exact, share = ((x.to(of_rest.dtype) - together).exp().unsqueeze(-1) for x in (lse, of_rest))
-    # Where a query sees no remainder, not a bit of its output changes.
+    # Where a query sees no means, not a bit of its output changes.
     joined = out.to(rest.dtype) * of_exact + rest * share
     joined = torch.where((of_rest == float("-inf")).unsqueeze(-1), out.to(rest.dtype), joined)
     return joined.to(out.dtype), together.to(lse.dtype)
