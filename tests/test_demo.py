@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,20 @@ from attrs import evolve
 from rich.console import Console
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
-from blocksparse import Band, Sink, mean_pooling, pbs_attn
+from blocksparse import (
+    AutoExecutor,
+    Band,
+    BlockMask,
+    BlockMass,
+    Identity,
+    MeanPoolScorer,
+    Pipeline,
+    Selector,
+    Sink,
+    TopK,
+    mean_pooling,
+    pbs_attn,
+)
 from blocksparse.check.validators import UserError
 from blocksparse.presets.candidate import Candidate
 from blocksparse.presets.named import written
@@ -165,11 +179,48 @@ def test_methods_are_written_as_in_python(text: str, expected: object) -> None:
     assert repr(written(text)) == always_sparse(expected)
 
 
+@pytest.fixture
+def own_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder has a module, and is not in Python's path, as for a command that is installed."""
+    (tmp_path / "own_stages.py").write_text(
+        "import blocksparse as bs\n\n\ndef mine(k=32):\n"
+        "    return bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(k), bs.AutoExecutor())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    monkeypatch.delitem(sys.modules, "own_stages", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "selector"),
+    [
+        ("own_stages:mine", TopK(32)),
+        (" own_stages:mine( k = 64 ) ", TopK(64)),
+        ("own_stages:mine(3) | Band(128)", TopK(3) | Band(128)),
+    ],
+)
+@pytest.mark.usefixtures("own_stages")
+def test_functions_of_users_are_presets(text: str, selector: Selector[BlockMass, BlockMask]) -> None:
+    mine = Pipeline(Identity(), MeanPoolScorer(64), selector, AutoExecutor(dense_below=0))
+    assert written(text) == mine
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("nonsense", "'--preset' must be one of auto, pbs_attn, pbs_attn_plus"),
         ("pbs_attn(0.95", "as in 'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': pbs_attn(0.95"),
+        ("no_such:f", "'--preset': there is no preset 'no_such:f': No module named 'no_such'; add the folder of"),
+        ("json:f", "there is no preset 'json:f': define a function 'f' in the module 'json'"),
+        (".x:f", "there is no preset '.x:f': a function is named as in 'my_stages:mine'"),
+        ("math:pi", "'math:pi' must be a function that returns a Pipeline: 3.14"),
+        (
+            "builtins:list | Band(128)",
+            "'--preset' builtins:list | Band(128): 'builtins:list' must return a Pipeline: []",
+        ),
+        ("own_stages:mine(x)", "must be one of"),
+        ("own_stages:mine(n=3)", "'--preset' own_stages:mine(n=3): mine() got an unexpected keyword argument 'n'"),
+        ("own_stages.mine(3)", "must be one of"),
         ("pbs_attn | 3", "must be one of"),
         ("pbs_attn | Band(0.5)", "'--preset' pbs_attn | Band(0.5): 'tokens' must be"),
         ("pbs_attn(x)", "must be one of"),
@@ -181,6 +232,7 @@ def test_methods_are_written_as_in_python(text: str, expected: object) -> None:
         ("pbs_attn(blocks=64)", "'--preset' pbs_attn(blocks=64): pbs_attn() got an unexpected keyword argument"),
     ],
 )
+@pytest.mark.usefixtures("own_stages")
 def test_methods_that_are_not_there_are_named(text: str, sentence: str) -> None:
     with pytest.raises(UserError) as raised:
         written(text)

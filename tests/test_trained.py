@@ -17,7 +17,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
 
 from benchmarks.tasks.sample import Haystack, Sample
+from benchmarks.trained import __main__ as trained
 from benchmarks.trained import report
+from benchmarks.trained.measure import pipeline_of
 from benchmarks.trained.tasks import tasks
 from benchmarks.trained.texts import KINDS, Half, text_of
 from transformers import PreTrainedTokenizerFast
@@ -135,3 +137,50 @@ def test_a_file_that_is_not_the_expected_one_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="do not make the expected file: their sha256 is"):
         fetch.fetch("gemma-3-270m", tmp_path)
     assert not list(tmp_path.rglob("*.gguf"))
+
+
+OWN = """
+import blocksparse as bs
+
+
+def mine(mass: float = 0.9) -> bs.Pipeline:
+    return bs.mean_pooling(mass, block=64)
+"""
+
+
+@pytest.fixture
+def own_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trained_stages.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("own_stages")
+@pytest.mark.parametrize(
+    "method", ["trained_stages.mine(0.8) | Band(128)", "trained_stages:mine(mass=0.8) | Band(128)"]
+)
+def test_a_method_may_be_a_function_of_the_user(method: str) -> None:
+    assert pipeline_of(method) == pipeline_of("mean_pooling(0.8, block=64) | Band(128)")
+
+
+@pytest.mark.usefixtures("own_stages")
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("no_stages.mine(0.8)", "no_stages.mine(0.8): No module named 'no_stages'"),
+        ("trained_stages.other()", "module 'trained_stages' has no attribute 'other'"),
+        ("trained_stages.mine(2)", "'mass' must be "),
+        ("trained_stages.mine", "'pipeline' must be a Pipeline, HeadGroups or a Schedule: "),
+        ("auto(", "'--methods' must be presets as in "),
+        ("trained_stages:other", "define a function 'other' in the module 'trained_stages'"),
+    ],
+)
+def test_a_wrong_method_costs_nothing(
+    method: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before the model is loaded."""
+    monkeypatch.setattr(trained, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit):
+        trained.main(["--model", "no-folder", "--methods", "auto()", method])
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "Traceback" not in error

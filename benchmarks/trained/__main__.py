@@ -1,11 +1,11 @@
 """What a trained model loses and gains: `python -m benchmarks.trained --model FOLDER`.
 
-Each method is a Python expression, such as "auto('fast')" or "xattention(0.9) | Band(128)". Dense attention
-is first. For each length: KL from dense attention on prose, manual, code and chat; the scores of 14 tasks in
-pairs with dense attention; density; time to first token. Tasks in which dense attention scores under 60 % are
-left out. Settings are chosen on the half "choose" of texts and seeds, and reported on the half "report". Results
-are written after each method, and the same command goes on where it stopped. `make models` fetches models.
-Lengths past a model's own are read with YaRN x 4.
+Each method is a Python expression, such as "auto('fast')" or "xattention(0.9) | Band(128)", or a function of
+yours, as "my_stages.mine(0.9)" or "my_stages:mine". Dense attention is first. For each length: KL from dense
+attention on prose, manual, code and chat; the scores of 14 tasks in pairs with dense attention; density; time to
+first token. Tasks in which dense attention scores under 60 % are left out. Settings are chosen on the half
+"choose" of texts and seeds, and reported on the half "report". Results are written after each method, and the same
+command goes on where it stopped. `make models` fetches models. Lengths past a model's own are read with YaRN x 4.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks.quality import with_yarn
-from benchmarks.trained.measure import BOUND, DENSE, Windows, losses, scores, ttft_ms, versions
+from benchmarks.trained.measure import BOUND, DENSE, Windows, losses, pipeline_of, scores, ttft_ms, versions
 from benchmarks.trained.report import mean, table, write_results
 from benchmarks.trained.tasks import samples as make_samples
 from benchmarks.trained.tasks import tasks
 from benchmarks.trained.texts import KINDS, text_of
+from blocksparse.check.validators import UserError
 from blocksparse.tools.demo.model import Model, load
 
 CAN = 0.6  # what dense attention must score in a task
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with a transformers model")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="Python expressions")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="see above")
     parser.add_argument("--half", choices=("choose", "report"), default="report")
     parser.add_argument("--parts", nargs="*", choices=("kl", "tasks", "ttft"), default=["kl", "tasks", "ttft"])
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS), help="of text, for KL")
@@ -133,6 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.report or options.results:
         print(table(rows))
         return
+    for method in options.methods:
+        if method != DENSE:
+            try:
+                pipeline_of(method)  # before the model is loaded, so that a mistake costs nothing
+            except UserError as error:
+                parser.error(str(error))
     until = time.monotonic() + 60 * options.minutes
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load(options.model, device=device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -16,7 +19,10 @@ import blocksparse as bs
 from benchmarks.model import without_attention
 from benchmarks.tasks.measure import density_of
 from benchmarks.tasks.sample import Sample
+from blocksparse.check.validators import UserError
 from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.layers.schedule import Schedule, schedule_of
+from blocksparse.presets.named import names_function, read
 from blocksparse.tools.demo.model import Model
 
 DENSE, BOUND = "dense", "no attention"
@@ -65,16 +71,39 @@ def predicted(model: Model, ids: Tensor, at: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
+def pipeline_of(method: str) -> Schedule:
+    """The pipelines of a method: a Python expression of `blocksparse`'s names, or text as `--preset` takes.
+
+    A name that neither Python nor `blocksparse` has is a module, which is imported: `my_stages.mine(0.9)`.
+
+    Raises:
+        UserError: the expression fails, or is no pipeline.
+    """
+    try:
+        if names_function(method):
+            return schedule_of(read(method, "--methods"))
+        names: dict[str, Any] = dict(vars(bs))
+        for node in ast.walk(ast.parse(method, mode="eval")):
+            if isinstance(node, ast.Name) and node.id not in names and not hasattr(builtins, node.id):
+                names[node.id] = import_module(node.id)
+        return schedule_of(eval(method, names))
+    except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"'--methods' must be presets as in \"auto('fast')\", or functions of yours in the current folder or "
+            f"PYTHONPATH as in 'my_stages.mine(0.9)': {method}: {error}"
+        ) from None
+
+
 @contextmanager
 def attending(model: Model, method: str, recorder: DensityRecorder | None = None) -> Iterator[None]:
-    """The model attends by `method`, a Python expression of `blocksparse`'s names, as users attach."""
+    """The model attends by `method`, which `pipeline_of` takes, as users attach."""
     if method == DENSE:
         yield
     elif method == BOUND:
         with without_attention(model.network):
             yield
     else:
-        with attach(model.network, eval(method, dict(vars(bs))), recorder=recorder):
+        with attach(model.network, pipeline_of(method), recorder=recorder):
             yield
 
 

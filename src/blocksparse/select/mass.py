@@ -136,7 +136,8 @@ class RowShare(Selector[BlockMass, BlockMask]):
     `RowShare` leaves out less mass in all. The root lets one `alpha` serve prompts of 4K to 128K tokens.
 
     Args:
-        alpha: a finite number greater than 0, or one per query head. A greater one keeps fewer blocks.
+        alpha: a finite number greater than 0, or one per query head. A greater one keeps fewer blocks. Above
+            `sqrt(n)` a row keeps only its diagonal and forced blocks.
     """
 
     alpha: PerHead = field(converter=per_head, validator=positive)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blocksparse.check.per_head import HeadValues
 from blocksparse.check.stage import Declared, check_gave, declared
+from blocksparse.check.validators import shown
 from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.grid import Grid
 from blocksparse.order.permutation import Permutation
@@ -68,7 +69,8 @@ def check_executor(
             for more in ({}, *_more(case, block)):
                 spec = case.spec(**more)
                 call = _Call(executor, q, k, v, _random_mask(q, k, permutation, spec, block), spec, relative_error)
-                with about(executor, (case, permutation, *more.items())), unchanged(q=q, k=k, v=v):
+                options = (f"{name}={shown(x)}" for name, x in more.items())
+                with about(executor, (case, permutation, *options)), unchanged(q=q, k=k, v=v):
                     if why := executor.unsupported(q, k, v, call.mask, spec):
                         reasons = reasons if more else why
                         call.check_that_it_refuses()

@@ -94,7 +94,8 @@ def check_scorer(
 ) -> None:
     """Call `scorer` with prompts and chunks, in every order that it takes, and check the scores.
 
-    The grid of the scores must belong to the permutation that was given, and a `BlockMass` must not be negative.
+    The grid of the scores must belong to the permutation that was given. No score may be NaN, and no `BlockMass`
+    negative.
     The same inputs must give the same scores, a batch entry must have the scores that it has alone, and nothing
     may be written into the inputs. Where every query sees every key, moved tokens must have the scores of tokens
     that stand there. Query heads must have the scores that they have if each has its KV head to itself, and a
@@ -121,6 +122,7 @@ def check_scorer(
                 scores = scored(scorer, q, k, v, permutation, spec)
                 check_gave((Declared(type(scorer), BlockScores), *declared(scorer, Scorer, 1)), scores)
                 scores.grid.check_fits(q, k, permutation, spec)
+                _check_numbers(scores)
                 if isinstance(scores, BlockMass):
                     negative = (scores.values < 0) & scores.grid.visible
                     require(~negative.any(), "a BlockMass must not be negative")
@@ -143,6 +145,24 @@ def check_scorer(
         _check_needs_values(scorer, device)
 
 
+def _check_numbers(scores: BlockScores) -> None:
+    """Require that no score is NaN; the message says where the first one is, and what of the block is visible."""
+    places = scores.values.isnan().nonzero().tolist()
+    if places:
+        B, head, row, col = places[0]
+        seen = bool(scores.grid.visible.expand_as(scores.values)[B, head, row, col])
+        raise AssertionError(
+            f"scores contain NaN in {len(places)} of {scores.values.numel()} blocks, first in batch entry {B}, "
+            f"head {head}, row {row}, column {col}, {'a visible block' if seen else 'which no query sees'}"
+        )
+
+
+_MOVED = (
+    "moved tokens have other scores than tokens that stand there; read tokens in slot order, by "
+    "permutation.gather_queries(q) and permutation.gather_keys(k)"
+)
+
+
 def _check_what_counts(scorer: Scorer[Any, Any], case: Case, device: str) -> None:
     """Require that the order of tokens, the KV head of each query head and the scale are heeded.
 
@@ -159,7 +179,7 @@ def _check_what_counts(scorer: Scorer[Any, Any], case: Case, device: str) -> Non
         here = scored(scorer, q, k, v, moved, spec).values
         its_q, its_k, its_v = moved.gather_queries(q), moved.gather_keys(k), moved.gather_keys(v)
         there = scored(scorer, its_q, its_k, its_v, in_place, spec).values
-        require(_close(here, there), "moved tokens have other scores than tokens that stand there")
+        require(_close(here, there), _MOVED)
         if isinstance(scores, BlockMass):
             halved = scored(scorer, q * 2, k, v, in_place, evolve(spec, scale=spec.scale / 2))
             require(

@@ -127,11 +127,21 @@ def require(holds: bool | Tensor, sentence: str) -> None:
 
 @contextmanager
 def about(stage: object, case: object) -> Iterator[None]:
-    """Put the stage and the case in front of the message of an error that a check or the library raises."""
+    """Put the stage and the case behind the message of an error that a check or the library raises."""
     try:
         yield
     except (AssertionError, TypeError, ValueError) as found:
-        raise AssertionError(f"{stage!r} with {case!r}: {found}") from found
+        raise AssertionError(f"{found} ({stage!r} with {_short(case)})") from found
+
+
+def _short(case: object) -> str:
+    """A case as text, with orders of tokens by their type alone."""
+    if isinstance(case, tuple):
+        return ", ".join(map(_short, case))
+    if isinstance(case, Permutation):
+        in_place = case.k_index is None and case.q_index is None
+        return "tokens in place" if in_place else f"tokens moved by a {type(case).__name__}"
+    return case if isinstance(case, str) else repr(case)
 
 
 @contextmanager

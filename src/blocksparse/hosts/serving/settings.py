@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any, final
 
 from attrs import evolve, frozen
@@ -21,7 +20,7 @@ from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.observe.audit import Audit
 from blocksparse.observe.estimate import Crossing
 from blocksparse.pipeline import Pipeline
-from blocksparse.presets.named import always_sparse, extended, preset_named
+from blocksparse.presets.named import always_sparse, extended, maker
 from blocksparse.presets.plan import Plan
 from blocksparse.select.positions import Band, Sink
 
@@ -164,7 +163,7 @@ def _warn(crossing: Crossing) -> None:
 
 def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
     name, arguments = given.get("preset", "auto"), given.get("settings", {})
-    make = _maker(name)
+    make = maker(name)
     a(Mapping).check(settings=arguments)
     if "quality" in given:
         if name != "auto" or "quality" in arguments:
@@ -181,8 +180,6 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
         if isinstance(value, list) and len(value) != served.heads:
             raise ValueError(f"'{argument}' must have a number per query head ({served.heads}): {shown(value)}")
     pipeline = make(**arguments)
-    if not isinstance(pipeline, Pipeline):
-        raise TypeError(f"{shown(name)} must return a Pipeline: {shown(pipeline)}")
     rules = [rule(whole(given[key])) for rule, key in ((Band, "band"), (Sink, "sink")) if key in given]
     pipeline = extended(pipeline, rules)
     if "executor" in given:
@@ -204,24 +201,6 @@ def _check_heads(pipeline: Pipeline[Any, Any, Any], served: Served) -> None:
                 f"a pipeline must have one number for all heads, because each of {served.ranks} GPUs has some of "
                 f"the heads: {shown(pipeline)}"
             ) from None
-
-
-def _maker(name: object) -> Callable[..., object]:
-    """The preset of a name, or the user's own function of `"module:function"`."""
-    module, colon, function = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if not colon:
-        return preset_named(name)
-    try:
-        found = getattr(import_module(module), function)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two of names such as '.x:f'
-        raise ValueError(
-            f"there is no preset {shown(name)}: {error}; the engine's processes import it, so its folder must be "
-            "in PYTHONPATH"
-        ) from None
-    if not callable(found):
-        raise TypeError(f"{shown(name)} must be a function that returns a Pipeline: {shown(found)}")
-    own: Callable[..., object] = found
-    return own
 
 
 def _always_runs(layer: LayerPipeline | None) -> LayerPipeline | None:

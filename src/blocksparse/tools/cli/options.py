@@ -44,7 +44,8 @@ def add_presets(parser: argparse.ArgumentParser, *, by_default: str) -> None:
         "--preset",
         action="append",
         metavar="PRESET",
-        help="a preset by name, or with arguments as in 'pbs_attn(0.95)' or 'mean_pooling(0.9) | Band(128)'; "
+        help="a preset by name, or with arguments as in 'pbs_attn(0.95)' or 'mean_pooling(0.9) | Band(128)', or a "
+        "function of yours as in 'my_stages:mine' or 'my_stages:mine(k=64)', in the current folder or PYTHONPATH; "
         f"may be repeated; default: {by_default}",
     )
 
