@@ -114,7 +114,7 @@ def compile_kernel(
 
 
 VARIANTS = (
-    "top_cdf with places", "top_cdf last dropped", "products of any rows", "lists in a window", "places in a window",
+    "top_cdf with always kept blocks", "top_cdf last dropped", "products of any rows", "lists in a window", "always kept blocks in a window",
     "prefix softmax", "refined", "vertical-slash blocks of some heads", *(f"global_top_cdf{part.jit.__name__} of some heads" for part in PARTS),
 )  # fmt: skip
 
@@ -125,18 +125,18 @@ def main() -> int:
         for cols in (64, 32768) if name in ("sm_90", "gfx942") else (64,):
             wide, warps = width_of_rows(cols)
             search = {"rows": 1, "cols": wide, "warps": warps}
-            no_places = dict.fromkeys(("near", "first", "eta", "state", "from_query"))
+            nothing_always = dict.fromkeys(("near", "first", "eta", "state", "from_query"))
             k_share = {"k": None, "FORCED_FIRST": True, "OF_ALL_KEYS": False}
             kernels: list[tuple[str, Any, dict[str, Any]]] = [
-                ("top_cdf", top_cdf_triton._top_cdf_kernel, {**search, "CROSSING": True, "mass": None, **no_places}),
-                ("top_cdf with places", top_cdf_triton._top_cdf_kernel, {**search, "CROSSING": True, "mass": None}),
-                ("top_cdf last dropped", top_cdf_triton._top_cdf_kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride")), **no_places}),
+                ("top_cdf", top_cdf_triton._top_cdf_kernel, {**search, "CROSSING": True, "mass": None, **nothing_always}),
+                ("top_cdf with always kept blocks", top_cdf_triton._top_cdf_kernel, {**search, "CROSSING": True, "mass": None}),
+                ("top_cdf last dropped", top_cdf_triton._top_cdf_kernel, {**search, "CROSSING": False, **dict.fromkeys(("forced_ptr", "forced_strides", "mass_ptr", "mass_stride")), **nothing_always}),
                 ("top_k share", top_k_triton._top_k_kernel, {**search, **k_share}),
                 ("products", products_triton._block_products_kernel, {**ALL_HEADS, "rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": True, "PRECISION": fp32_products(target)}),
                 ("products of any rows", products_triton._block_products_kernel, {"rows": 1, "cols": 64, "warps": 4, "TILE": 64, "DIMS": 64 if name in ("sm_90", "sm_100") else 16, "SKIPS": False, "PRECISION": fp32_products(target), **dict.fromkeys(("q_last_ptr", "k_first_ptr", "q_last_strides", "k_first_strides"))}),
                 ("lists", blocks_triton._block_lists_kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32"}),
                 ("lists in a window", blocks_triton._block_lists_kernel, {"rows": max(512 // wide, 1), "cols": min(wide, 1024), "WHOLE": wide <= 1024, "warps": 1 if wide == 256 else 2, "index": "i16" if cols < 2**15 else "i32", "WINDOW": 1024}),
-                ("places in a window", visibility_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
+                ("always kept blocks in a window", visibility_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "WINDOW": 1024, "keep_ptr": None, "keep_strides": None}),
                 ("softmax", block_softmax_triton._block_softmax_kernel, {**ALL_HEADS, "rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": 256, "seen_ptr": None, "seen_strides": None}),
                 ("prefix softmax", block_softmax_triton._block_softmax_kernel, {"rows": 1, "cols": min(wide, 8192), "warps": 4, "WHOLE": wide <= 8192, "SEGMENT": None, "positions": None, "position_strides": None, "own_ptr": None, "own_strides": None}),
                 ("refined", visibility_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 4, "DIAGONAL": False}),
@@ -147,7 +147,7 @@ def main() -> int:
                 ("routed", top_k_triton._routed_kernel, {"rows": 1, "cols": 256, "warps": 4, "TILE": 4096, "pointers": {"below_ptr": "*i1", "otherwise_ptr": "*i1"}}),
                 ("run sums", products_triton._run_sums_kernel, {"rows": 1, "cols": 256, "warps": 4, "RUNS": 16, "WIDE": 128, "pointers": {"x_ptr": "*fp32", "out_ptr": "*fp32"}}),
                 ("visiting order", top_k_triton._visiting_order_kernel, {"rows": 1, "cols": 256, "warps": 4, "CHUNK": 16}),
-                ("places", visibility_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
+                ("always kept blocks", visibility_triton._keep_visible_kernel, {"rows": 16, "cols": 256, "warps": 4, "N": 1, "DIAGONAL": True, "keep_ptr": None, "keep_strides": None}),
                 *((f"global_top_cdf{part.jit.__name__}", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True, **ALL_HEADS}) for part in PARTS),
                 *((f"global_top_cdf{part.jit.__name__} of some heads", part, {"rows": 16, "cols": 256, "warps": 4, "TILE": 4096, "PASS": 2, "CROSSING": True}) for part in PARTS),
             ]  # fmt: skip
