@@ -10,6 +10,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
     PreTrainedConfig,
 )
 
@@ -94,6 +95,12 @@ def architectures() -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
+def others() -> dict[str, Any]:
+    """Where transformers has every other model, by `model_type`: encoders, and what takes pictures or sound."""
+    known = architectures().keys() | {"vits"}  # with random weights that speaks for hours
+    return dict.fromkeys(sorted(MODEL_MAPPING._model_mapping.keys() - known), MODEL_MAPPING)
+
+
 def small_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
     """A config of few layers and small sizes, as far as its class has these names."""
     names = set(inspect.signature(kind.__init__).parameters)
@@ -112,7 +119,7 @@ def small_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 def small_model(kind: str) -> Any:
     """A random model, with weights of unit gain, so that its attention is far from uniform."""
-    mapping = architectures()[kind]
+    mapping = architectures().get(kind, MODEL_MAPPING)
     config = small_config(mapping._load_attr_from_module(kind, mapping._config_mapping[kind]))
     build = mapping[type(config)]
     build = build[0] if isinstance(build, tuple) else build

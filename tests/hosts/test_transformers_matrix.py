@@ -1,7 +1,9 @@
-"""Every decoder, two-part model and model with pictures that transformers can build small, attached to."""
+"""Every model that transformers can build small, attached to."""
 
 from __future__ import annotations
 
+import inspect
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from tests.hosts.small_models import WORDS, architectures, small_model
+from tests.hosts.small_models import WORDS, architectures, others, small_model
 from tests.hosts.test_transformers import (
     DENSE_LIMIT,
     _no_grad,
@@ -121,3 +123,46 @@ def test_every_architecture_that_can_be_built_small() -> None:
     assert len(sparse) > 100
     if transformers.__version__.startswith("5.23."):
         assert {what: " ".join(kinds) for what, kinds in found.items()} == EXPECTED
+
+
+def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [x for x in model(**given).to_tuple() if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def what_it_takes(model: Any) -> dict[str, Tensor]:
+    """Tokens, a picture, or both: the first of them that the model runs on."""
+    text, picture = {"input_ids": PROMPT}, {"pixel_values": torch.randn(1, 3, 16, 16)}
+    for given in (text, picture, text | picture):
+        if given.keys() <= inspect.signature(model.forward).parameters.keys():
+            with suppress(Exception):  # whatever it lacks
+                outputs(model, given)
+                return given
+    raise ValueError("takes something else")
+
+
+@pytest.mark.slow  # some 60 s
+@pytest.mark.filterwarnings("ignore")
+def test_every_other_model_that_can_be_built_small() -> None:
+    """In the dense limit each gives what it gives alone."""
+    wrong, right = [], 0
+    for kind in others():
+        try:
+            model = small_model(kind)
+            given = what_it_takes(model)
+            plain = outputs(model, given)
+            attachment = attach(model, DENSE_LIMIT, min_tokens=16, min_window=16)
+        except Exception:  # not built, or refused
+            continue
+        with attachment:
+            try:
+                attached = outputs(model, given)
+            except ValueError as error:
+                if "while a pipeline is attached" in str(error):
+                    continue
+                raise
+        right += 1
+        if not all(far(x, y) <= ROUNDING for x, y in zip(attached, plain, strict=True) if y.any()):
+            wrong.append(kind)
+    assert wrong == []
+    assert right > 70
