@@ -308,9 +308,12 @@ def _sums_of_tiles(
     total = tl.zeros([ROWS], tl.float32)
     begin = tl.program_id(0) * TILES
     for tile in range(begin, tl.minimum(begin + TILES, tiles)):
-        logits = _logits(
-            q_tile, k_ptr, k_strides, b, h // heads_per_key, tile * KEYS, N, first, scale_log2, D, BLOCK_D, ROWS, KEYS, True
-        )  # fmt: skip
+        # Not `_logits`, with which the compiler divides earlier, and makes other code for Hopper.
+        key = tile * KEYS + each
+        k_tile = rows_of(k_ptr, k_strides, b, h // heads_per_key, key, key < N, D, BLOCK_D, False)
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        if tile * KEYS + KEYS > first + 1:  # some query does not see some key
+            logits = tl.where(key[None, :] <= first + row[:, None], logits, float("-inf"))
         best = tl.max(logits, 1)
         weight = tl.exp2(logits - tl.where(best == float("-inf"), 0.0, best)[:, None])
         of_part = tl.where(each[None, :] >= limit[:, None], weight, 0.0)
