@@ -1018,8 +1018,9 @@ def test_a_chunk_sees_its_past_in_any_module() -> None:
 
 
 def test_a_chunk_without_a_mask_is_an_error() -> None:
-    """Some attention means the first keys by that, other attention the last."""
+    """Some attention means the first keys by that, other attention the last; eager attention means all keys."""
     model, (q, k, v) = make("llama"), make_qkv(Hq=HEADS, Hkv=2, M=30, N=70, D=8)
+    model.set_attn_implementation("sdpa")
     with (
         attach(model, SPARSE) as attachment,
         pytest.raises(ValueError, match=r"got 30 queries, 70 keys and no mask.*: attach to the whole model"),
