@@ -1,4 +1,4 @@
-"""What `Int8Executor` refuses, which tiles it takes, and, with its kernel's twin in float64, what it computes."""
+"""What `Int8Executor` refuses, which tiles it takes, and what it computes, by its reference in float64."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_what_the_queue_cannot_count_is_left_to_the_portable_kernel(
     assert isinstance(tuned(q, q, q, q_block, 64), HopperTiles if fits else TritonTiles)
 
 
-# ---- what is computed, with the kernel's twin
+# ---- what is computed, with the kernel's reference
 
 
 @pytest.fixture

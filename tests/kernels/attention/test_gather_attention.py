@@ -1,4 +1,4 @@
-"""The gather kernel against its twin in plain torch: interpreted on a CPU, compiled on a GPU."""
+"""The gather kernel against its reference: interpreted on a CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def arguments(
 
 
 def assert_right(call: Call, kernel: Kernel = gather_attention_triton) -> Tensor:
-    """Right against float64 where the twin stops, and it stops there too; gives the blocks it left out."""
+    """Right against float64 where the reference stops, and it stops there too; gives the blocks it left out."""
     out, lse, visited = call.by(kernel)
     _, want_lse, want_visited = call.by(gather_attention_reference)
     assert torch.equal(visited, want_visited)
@@ -229,7 +229,7 @@ def test_large_logits(device: str) -> None:
     assert_right(arguments(100 * q, k, v, block=32))
 
 
-def test_the_executor_takes_the_kernel_on_a_gpu_and_the_twin_elsewhere(device: str) -> None:
+def test_the_executor_takes_the_kernel_on_a_gpu_and_its_reference_elsewhere(device: str) -> None:
     q, k, v = make_qkv(N=150, D=32, device=device)
     trace = s2o(0.1, S=64, block=16).trace(q, k, v)
     q, k, v = (x.double() for x in (q, k, v))

@@ -43,7 +43,7 @@ class Call:
     def __call__(self) -> tuple[Tensor, Tensor]:
         return self._with(int8_attention, self.out_dtype)
 
-    def twin(self) -> tuple[Tensor, Tensor]:
+    def reference(self) -> tuple[Tensor, Tensor]:
         return self._with(int8_attention_reference, self.out_dtype)
 
     def exactly(self) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def test_operands_stand_for_what_they_were_made_of(
     k = k + 3 * torch.randn(1, 2, 1, D)  # what smoothing is for
     tiles = HopperTiles(2, block_n, 2)
     call = arguments(q, k, v, tiles, k_block=64, causal=causal, keep=1.1, sort=True, fp8=fp8)
-    out, lse = call.twin()
+    out, lse = call.reference()
     scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.1
     if causal:
         scores = scores.masked_fill(torch.ones(M, N, dtype=torch.bool).triu(N - M + 1), float("-inf"))

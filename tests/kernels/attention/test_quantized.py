@@ -1,4 +1,4 @@
-"""8-bit products: rounding, the kernel against its twin, the cost in accuracy, and who may learn of whom."""
+"""8-bit products: rounding, the kernel against its reference, the cost in accuracy, and who may learn of whom."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_smoothing_mean_knows_no_later_token() -> None:
     assert torch.equal(smoothing_mean(k, False, 64), smoothing_mean(k, False))
 
 
-# The kernel against its twin
+# The kernel against its reference
 
 
 @pytest.mark.slow
@@ -338,8 +338,8 @@ def test_accuracy(options: dict[str, Any], budget: float, causal: bool, device: 
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_accuracy_of_the_twin(fp8: bool) -> None:
-    """The meaning of 8 bits needs no GPU: the twin against float64 of what was rounded."""
+def test_accuracy_of_the_reference(fp8: bool) -> None:
+    """The meaning of 8 bits needs no GPU: the reference against float64 of what was rounded."""
     q, k, v = structured(400)
     call, taken = arguments(q, k, v, int8=Int8(), fp8=fp8)
     exact, exact_lse = arguments(q, k, v)[0].in_float64()

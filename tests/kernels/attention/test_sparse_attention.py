@@ -408,7 +408,7 @@ def left_out_by_hand(call: Call, pv_skip: list[float], tile: int) -> Tensor:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("M", "block", "tile"), [(200, 32, 32), (100, 64, 16), (129, 32, 16)])
 def test_pv_skip_leaves_out_what_the_rule_says(M: int, block: int, tile: int, causal: bool, device: str) -> None:
-    """Kernel and twin against a walk by hand, one number for each head; and the bounds of docs/reference/numerics.md."""
+    """Kernel and reference against a walk by hand, one number for each head; and the bounds of docs/reference/numerics.md."""
     q, k, v = make_qkv(N=200, M=M, Hq=2, Hkv=1, D=32, device=device)
     pv_skip = [-2.0, -4.0]
     call = arguments(3 * q, k, v, block=block, causal=causal, keep=0.8, tiles=TritonTiles(tile, tile, 4, 2))

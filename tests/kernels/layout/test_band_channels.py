@@ -13,7 +13,7 @@ from blocksparse.kernels.layout.gather_triton import band_channels_triton
 
 @pytest.mark.parametrize("temperature", [None, 0.7])
 @pytest.mark.parametrize(("D", "first", "end"), [(16, 0, 4), (80, 13, 40), (64, 31, 32)])
-def test_kernel_and_twin(D: int, first: int, end: int, temperature: float | None, device: str) -> None:
+def test_kernel_and_reference(D: int, first: int, end: int, temperature: float | None, device: str) -> None:
     generator = torch.Generator().manual_seed(D)
     queries, keys = (torch.randn(2, heads, n, D, generator=generator) for heads, n in ((6, 70), (2, 301)))
     queries[:, 1] = 0.0  # a head whose root mean squares are the least

@@ -1,4 +1,4 @@
-"""Positions of blocks, exactly those of the twin."""
+"""Positions of blocks, exactly those of the reference."""
 
 from __future__ import annotations
 

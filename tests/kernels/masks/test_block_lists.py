@@ -1,4 +1,4 @@
-"""Lists of kept blocks: the kernel against its twin, entry by entry."""
+"""Lists of kept blocks: the kernel against its reference, entry by entry."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_same(keep: Tensor, grid: bs.Grid) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_and_twin(kind: str, share: float, device: str) -> None:
+def test_kernel_and_reference(kind: str, share: float, device: str) -> None:
     grid = make_grid(kind, device)
     assert_same(random_keep(grid, share, device), grid)
 

@@ -1,4 +1,4 @@
-"""Coarse orders of the keys before a segment: the twin against slow loops, the kernels against the twin."""
+"""Coarse orders of the keys before a segment: the reference against slow loops, the kernels against the reference."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_meaning(H: int, Hkv: int, N: int, S: int, first: int, G: int, count: in
     mean, k = whole_numbers(device, H, Hkv, N, G)
     mean[..., 0] += 0.1 * torch.rand(mean.shape[:3], generator=torch.Generator().manual_seed(0)).to(device)
     mean, k = mean.double(), k.double()
-    out = filled(coarse_order, mean, k, first, S, count, near)  # float64 takes the twin everywhere
+    out = filled(coarse_order, mean, k, first, S, count, near)  # float64 takes the reference everywhere
     for h in range(H):
         for g in range(G):
             assert out[0, h, g].tolist() == slow_order(
@@ -82,7 +82,7 @@ def test_meaning(H: int, Hkv: int, N: int, S: int, first: int, G: int, count: in
     ("H", "Hkv", "N", "S", "first", "G", "count", "near"),
     [CASES[-1], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[:-1])],
 )
-def test_kernels_and_twin(
+def test_kernel_and_reference(
     H: int, Hkv: int, N: int, S: int, first: int, G: int, count: int, near: int, dtype: torch.dtype, device: str
 ) -> None:
     mean, k = whole_numbers(device, H, Hkv, N, G)

@@ -1,4 +1,4 @@
-"""Importance of keys against the twin in float64; at most twice the error of the same-precision twin, and a rounding."""
+"""Importance of keys against the reference in float64; at most twice the error of the same-precision torch, and a rounding."""
 
 from __future__ import annotations
 

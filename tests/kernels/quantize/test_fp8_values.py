@@ -1,4 +1,4 @@
-"""Rounding values to fp8 in one launch: the twin's numbers, here by arithmetic, on a GPU by its conversion."""
+"""Rounding values to fp8 in one launch: the reference's numbers, here by arithmetic, on a GPU by its conversion."""
 
 from __future__ import annotations
 

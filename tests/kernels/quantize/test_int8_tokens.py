@@ -1,4 +1,4 @@
-"""Rounding queries and keys to int8 in one launch: the twin's numbers, to the bit.
+"""Rounding queries and keys to int8 in one launch: the reference's numbers, to the bit.
 
 bfloat16 is only read, which the interpreter does rightly.
 """
@@ -45,7 +45,7 @@ def assert_equal(got: tuple[Tensor | None, ...], want: tuple[Tensor | None, ...]
             torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
 
 
-# The kernel against its twin
+# The kernel against its reference
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ from blocksparse.kernels.score.block_softmax_triton import block_divergence_trit
 
 
 @pytest.mark.parametrize("cols", [1, 7, 64, 300])
-def test_kernel_and_twin(cols: int, device: str) -> None:
+def test_kernel_and_reference(cols: int, device: str) -> None:
     generator = torch.Generator().manual_seed(cols)
     logits = 20 * torch.randn(2, 3, cols, generator=generator)
     true = torch.randn(2, 3, cols, generator=generator).softmax(-1)

@@ -1,4 +1,4 @@
-"""Means and self-similarities of blocks against the twin in float64."""
+"""Means and self-similarities of blocks against the reference in float64."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def assert_right(logits: Tensor, grid: bs.Grid, segment: int | None = None) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_and_twin(kind: str, device: str) -> None:
+def test_kernel_and_reference(kind: str, device: str) -> None:
     grid = make_grid(kind, device)
     assert_right(random_logits(grid, device), grid)
 

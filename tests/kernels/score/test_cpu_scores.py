@@ -143,7 +143,7 @@ def test_means_and_similarities(N: int, D: int, block: int, lead: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_and_orders(dtype: torch.dtype) -> None:
-    """Of the same scores, also infinite ones and NaN, the order is that of the twin."""
+    """Of the same scores, also infinite ones and NaN, the order is that of the reference."""
     q, k, _ = make_qkv(B=2, N=150, M=100, Hq=6, Hkv=2, D=33, dtype=dtype)
     want = products(q.double(), k.double())
     torch.testing.assert_close(cpu_choices.products_on_cpu(q, k).double(), want, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Means of cells: the Triton kernel against the reference, bit by bit, and the twin against float64."""
+"""Means of cells: the Triton kernel against the reference, bit by bit, and the reference against float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.machine import DTYPES
     ("slots", "lead", "N", "D"), [(4, 3, 61, 16), (8, 0, 64, 24), (16, 5, 9, 16), (40, 0, 85, 8), (1, 0, 5, 16)]
 )
 @pytest.mark.parametrize("padded_tail", [False, True])
-def test_the_kernel_gives_the_twin_s_bits(
+def test_the_kernel_gives_the_bits_of_its_reference(
     padded_tail: bool, slots: int, lead: int, N: int, D: int, dtype: torch.dtype, device: str
 ) -> None:
     M = max(N - 2, 1)

@@ -32,7 +32,7 @@ def assert_same(values: Tensor, forced: Tensor | None, mass: Tensor, grid: bs.Gr
 
 
 @pytest.mark.parametrize("kind", ["chunk", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)])
-def test_kernel_and_twin(kind: str, device: str) -> None:
+def test_kernel_and_reference(kind: str, device: str) -> None:
     grid = make_grid(kind, device)
     values = a_mass(grid, 3.0, device)
     forced = torch.rand(heads_of(grid), generator=generator()).to(device) < 0.2

@@ -90,7 +90,7 @@ def test_sums_beside_the_one_that_rounds_to_the_share(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_and_twin(kind: str, device: str) -> None:
+def test_kernel_and_reference(kind: str, device: str) -> None:
     grid = make_grid(kind, device)
     values = a_mass(grid, 3.0, device)
     assert_same(values, None, targets(0.9, device), grid, True)

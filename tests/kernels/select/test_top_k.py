@@ -45,7 +45,7 @@ def random_values(grid: bs.Grid, device: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernel_and_twin(kind: str, device: str) -> None:
+def test_kernel_and_reference(kind: str, device: str) -> None:
     grid = make_grid(kind, device)
     values, forced = random_values(grid, device)
     # How a grid was cut decides what is visible, and a rule what is taken of that: each rule meets one grid.

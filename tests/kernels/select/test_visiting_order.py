@@ -21,7 +21,7 @@ def assert_same(keep: Tensor, rank: Tensor, tau: Tensor) -> None:
 
 
 @pytest.mark.parametrize("cols", [1, 15, 16, 33, 130])
-def test_kernel_and_twin(cols: int, device: str) -> None:
+def test_kernel_and_reference(cols: int, device: str) -> None:
     """Distinct ranks, ranks in common, and the largest rank that there is beside blocks that are not kept."""
     generator = torch.Generator().manual_seed(cols)
     shape = 2, 2, 3, cols
