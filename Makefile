@@ -28,7 +28,7 @@ demo: $(VENV)/.model
 	@$(VENV)/bin/blocksparse demo $(ARGS)
 
 test: $(VENV)/.model
-	@echo "make test: the whole test suite, with the real model: 15 to 30 minutes on two cores, by their speed, less on more" >&2
+	@echo "make test: the whole test suite, with the real model: 10 to 20 minutes on two cores, by their speed, less on more" >&2
 	@$(VENV)/bin/python -m pytest
 
 # Trained models of 0.25, 0.5 and 1.1 GB to download, for benchmarks and `blocksparse demo --model NAME`, in demo-output:
