@@ -47,7 +47,7 @@ def given(grid: tuple[int, int, int] | None, stage: object) -> tuple[int, int, i
         name = type(stage).__name__
         raise ValueError(
             f"{name} has no grid: give it as {name}((T, H, W)) in tokens, after patching; only "
-            "integrations.diffusers.attach takes it from the model"
+            "hosts.diffusers.attach takes it from the model"
         )
     return grid
 
@@ -67,7 +67,7 @@ class GridOrder(Permuter[GlobalPermutation]):
 
     Args:
         grid: frames, rows and columns `(T, H, W)` in tokens, after patching; an image is `(1, H, W)`. None leaves
-            it to a host that knows it (`integrations.diffusers`), and the order cannot be called by itself.
+            it to a host that knows it (`hosts.diffusers`), and the order cannot be called by itself.
         prefix: how many tokens before the cells stay in place.
         suffix: how many tokens after the cells stay in place; None means any number.
     """

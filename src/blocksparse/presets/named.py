@@ -147,7 +147,7 @@ def written(text: str) -> AnyPipeline:
     It selects at any length, also where a GPU would be faster without, unless it would keep everything.
 
     Raises:
-        UserError: as of `read`.
+        UserError: as in `read`.
     """
     return always_sparse(read(text, "--preset"))
 

@@ -151,7 +151,7 @@ def sol_attn(
         tau: how many standard deviations; a number, or one per query head. A greater one keeps fewer blocks.
         block: tokens per block.
         variance: how the deviation of a row is computed, as in `MeanLogitScorer`.
-        text: how many keys at the end are kept for all queries. `attach` of `integrations.diffusers` keeps text by
+        text: how many keys at the end are kept for all queries. `attach` of `hosts.diffusers` keeps text by
             itself.
         mean_correction: let dropped blocks contribute their means, as in `MeanCorrectionExecutor`.
         executor: `AutoExecutor()` if None.

@@ -42,7 +42,7 @@ class GridSelector(PositionSelector):
 
     Args:
         grid: frames, rows and columns `(T, H, W)` in tokens, after patching. None leaves it to a host that knows
-            it (`integrations.diffusers`), and the rule cannot be asked by itself.
+            it (`hosts.diffusers`), and the rule cannot be asked by itself.
         prefix: how many tokens of text stand before the cells.
     """
 

@@ -74,7 +74,7 @@ def attach(
         raise TypeError(
             f"'model' must be a model of diffusers: {type(model).__name__}; "
             "of a pipeline give the transformer, of a compiled model the model in it; language models have "
-            "integrations.transformers.attach"
+            "hosts.transformers.attach"
         )
     schedules = {0: schedule_of(pipeline)} | _by_step(by_step)
     if not isinstance(dense_steps, Sequence) or not all(map(is_whole, dense_steps)):

@@ -115,7 +115,7 @@ def _inside(model: nn.Module) -> PreTrainedModel:
     if len(outermost) != 1:
         raise TypeError(
             f"'model' must be a transformers.PreTrainedModel or hold one: {type(model).__name__} holds "
-            f"{len(outermost)}; models of diffusers have integrations.diffusers.attach"
+            f"{len(outermost)}; models of diffusers have hosts.diffusers.attach"
         )
     return outermost[0]
 
