@@ -25,7 +25,7 @@ def by_share(alpha: float) -> bs.Pipeline[Any, Any, Any]:
     ("quality", "text", "pictures"),
     [
         ("careful", by_share(0.028), bs.sparge()),
-        ("balanced", by_share(0.045), bs.sparge(0.95, 0.5)),
+        ("balanced", by_share(0.036), bs.sparge(0.95, 0.5)),
         ("fast", by_share(0.07), bs.sparge(0.9, 0.3)),
     ],
 )
@@ -50,7 +50,7 @@ def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch, device: str
     q, k, v = make_qkv(**SIZES)
     text = str(bs.AutoChoice.of(q, k, v))
     assert text.startswith(
-        "Pipeline(Identity(), AntidiagonalScorer(16, pattern='sum'), RowShare(0.045) | Band(128) | "
+        "Pipeline(Identity(), AntidiagonalScorer(16, pattern='sum'), RowShare(0.036) | Band(128) | "
         "LastQueries(128), AutoExecutor()), because the call is causal"
     )
     assert re.search("; CpuExecutor runs by (the compiled kernel|PyTorch.*)$", text)

@@ -93,6 +93,13 @@ def rows() -> list[dict[str, Any]]:
     return [dense, sparse]
 
 
+def test_fewer_samples_are_paired_with_the_first_dense_ones() -> None:
+    dense, sparse = rows()
+    dense["scores"]["single"] += [0.0] * 10
+    score, gap, n = report.score_of(sparse, dense, ["single"])
+    assert (score, round(gap.mean, 6), n) == (0.9, -0.1, 10)
+
+
 def test_a_row_is_one_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tasks that only dense attention was run on are left out of both scores."""
     shown = report.table(rows())

@@ -29,9 +29,12 @@ def counted(rows: Sequence[Row]) -> list[str]:
 
 
 def score_of(row: Row, dense: Row, names: Sequence[str]) -> tuple[float, Difference, int]:
-    """The mean score over the named tasks, its paired difference from dense attention, and the samples' number."""
+    """The mean score over the named tasks, its paired difference from dense attention, and the samples' number.
+
+    Dense attention may have more samples: the first ones of a task are the same.
+    """
     mine = [score for name in names for score in row["scores"][name]]
-    of_dense = [score for name in names for score in dense["scores"][name]]
+    of_dense = [score for name in names for score in dense["scores"][name][: len(row["scores"][name])]]
     return mean(mine), difference(mine, of_dense), len(mine)
 
 

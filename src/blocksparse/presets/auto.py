@@ -10,7 +10,7 @@ from torch import Tensor
 from blocksparse.check.validators import one_of
 from blocksparse.execute.auto import AutoExecutor, ExecutorChoice
 from blocksparse.order.permutation import GlobalPermutation, Permuter
-from blocksparse.presets.preset import BlockExecutor, Preset, kept, preset
+from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.presets.video import sparge
 from blocksparse.score.combined import ScorerByCausality
 from blocksparse.score.scorer import BlockMass
@@ -32,7 +32,7 @@ class _Settings(NamedTuple):
 # Alphas: docs/evidence/trained-models.md. The last two numbers of "careful" are SpargeAttn's own.
 _SETTINGS: dict[str, _Settings] = {
     "careful": _Settings(0.028, 0.98, 0.6),
-    "balanced": _Settings(0.045, 0.95, 0.5),
+    "balanced": _Settings(0.036, 0.95, 0.5),
     "fast": _Settings(0.07, 0.9, 0.3),
 }
 _STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, of what chunks choose as a whole
@@ -44,6 +44,7 @@ _LAST = 128  # queries at the end of a prompt, where a question mostly is; their
 def auto(
     quality: Quality = "balanced",
     *,
+    alpha: Numbers | None = None,
     block: int = _BLOCK,
     order: Permuter[GlobalPermutation] | None = None,
     executor: BlockExecutor | None = None,
@@ -59,17 +60,20 @@ def auto(
     Args:
         quality: "careful" keeps more blocks and stays closest to dense attention. "balanced" keeps the answers of
             the models that were measured. "fast" keeps fewer blocks and may miss a fact.
+        alpha: of `RowShare` in causal calls, a number or one per query head; if None, that of the quality: 0.028,
+            0.036 or 0.07. A greater one keeps fewer blocks.
         block: tokens per block in causal calls, a multiple of 16. Other calls have blocks of 128 x 64.
         order: a permuter, `HilbertOrder(grid)` for images and video; `Identity()` if None.
         executor: `AutoExecutor()` if None.
     """
     one_of(*get_args(Quality)).check(quality=quality)
-    alpha, tau, theta = _SETTINGS[quality]
-    pictures = sparge(tau, theta, order=order)
+    settings = _SETTINGS[quality]
+    share = RowShare(settings.alpha if alpha is None else alpha)
+    pictures = sparge(settings.tau, settings.theta, order=order)
     return preset(
         pictures.permuter,
         ScorerByCausality(AntidiagonalScorer(_STRIDE, block=block, pattern="sum"), pictures.scorer),
-        SelectorByCausality(RowShare(alpha) | (Band(_BAND) | LastQueries(_LAST)), pictures.selector),
+        SelectorByCausality(share | (Band(_BAND) | LastQueries(_LAST)), pictures.selector),
         executor,
     )
 
