@@ -106,22 +106,22 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         Args:
             attn_mask: must be None, because the selector makes the mask.
             causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
-            scale: factor of the logits; `1 / sqrt(D)` if None.
+            scale: factor of the logits. `1 / sqrt(D)` if None.
             window: a layer's sliding window in tokens. A query at position `p` sees the keys at `p - window < k <=
                 p`, as with Hugging Face's `sliding_window`. Blocks outside are not scored, and `density()` is the
                 share of dense attention within it.
             softcap: a layer's softcap: a logit `x` becomes `softcap * tanh(x / softcap)`. Scorers do not know it.
             sinks: a layer's attention sinks: one more logit without a value, a number, or one per query head as a
                 sequence or a tensor `[Hq]`. Scorers do not know them.
-            remaining: tokens of the prompt after the last query, in a call for one chunk of a prompt; 0 if the
+            remaining: tokens of the prompt after the last query, in a call for one chunk of a prompt. 0 if the
                 call ends the prompt. `LastQueries` needs it, and so does `auto`. `Sequences` have their own.
-            sequences: where several prompts lie in q, k and v; each runs by itself, and sees only its own keys.
+            sequences: where several prompts lie in q, k and v. Each runs by itself, and sees only its own keys.
                 None for one prompt in each entry of the batch.
-            history: what earlier chunks of this prompt, or of each of the `sequences`, left for later ones; the
+            history: what earlier chunks of this prompt, or of each of the `sequences`, left for later ones. The
                 result is the same without. A call that attends densely leaves it as it is. torch.compile takes
                 none.
             out: the tensor `[B, Hq, M, Dv]` that the output of one prompt is written to, and that is returned. It
-                may be a part of a larger tensor. A new tensor if None; under torch.compile it must be None.
+                may be a part of a larger tensor. A new tensor if None. Under torch.compile it must be None.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs.
@@ -171,7 +171,7 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         """Attend to the blocks of a choice, which may have been made with other q, k or v.
 
         Args:
-            out: the tensor `[B, Hq, M, Dv]` for the output; a new one if None.
+            out: the tensor `[B, Hq, M, Dv]` for the output. A new one if None.
 
         Raises:
             TypeError, ValueError: as in a call, or the choice was made for tensors of other sizes, precision or

@@ -133,8 +133,8 @@ class AttentionSpec:
         sinks: one more logit without a value, which enters the softmax denominator alone (GPT-OSS). One for all
             query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax.
             -inf, or a number below -2**100, means that the head has no sink.
-        remaining: tokens of the prompt after the last query of the call; 0 if the call ends the prompt. Attention
-            is the same for any number; selectors that treat the end of a prompt apart need it.
+        remaining: tokens of the prompt after the last query of the call. 0 if the call ends the prompt. Attention
+            is the same for any number. Selectors that treat the end of a prompt apart need it.
 
     Raises:
         TypeError, ValueError: a field is not of its kind or out of its range, or a window is not causal.

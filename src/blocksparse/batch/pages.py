@@ -86,7 +86,7 @@ class PageTable:
 
         Args:
             query_lengths: the queries of each request, its last tokens.
-            remaining: for each request the tokens of its prompt after these; none if None.
+            remaining: for each request the tokens of its prompt after these. None if None.
 
         Raises:
             TypeError, ValueError: as in `Sequences.packed`.

@@ -115,7 +115,7 @@ class Sequences(OpaqueBase):
         Args:
             lengths: the queries of each sequence, as whole numbers or as a tensor of them, `[sequences]`. The host
                 waits for a tensor that is on a GPU.
-            key_lengths: the keys of each sequence; as many as its queries if None.
+            key_lengths: the keys of each sequence. As many as its queries if None.
             remaining: as in the class.
 
         Raises:
@@ -167,8 +167,8 @@ class Sequences(OpaqueBase):
         The host waits once for a mask that is on a GPU.
 
         Args:
-            attention_mask: `[B, N]`, whole numbers or bools; true for the tokens of the prompt, and 0 for padding.
-            queries: how many of the N tokens are queries, the last ones; all if None.
+            attention_mask: `[B, N]`, whole numbers or bools. True for the tokens of the prompt, and 0 for padding.
+            queries: how many of the N tokens are queries, the last ones. All if None.
             remaining: as in the class.
 
         Raises:

@@ -25,10 +25,10 @@ class Rule:
     """A validator of attrs fields; its method `check` does the same for the arguments of a function.
 
     Args:
-        what: what a value must be; the error says "'name' must be {what}".
-        is_kind: whether a value has the right type; if not, a `TypeError` is raised.
-        holds: whether a value of the right type is allowed; if not, a `ValueError` is raised. All are if None.
-        hint: what to do about a wrong value, where that is not obvious; it ends the error.
+        what: what a value must be. The error says "'name' must be {what}".
+        is_kind: whether a value has the right type. If not, a `TypeError` is raised.
+        holds: whether a value of the right type is allowed. If not, a `ValueError` is raised. All are if None.
+        hint: what to do about a wrong value, where that is not obvious. It ends the error.
         or_none: whether None passes as well.
     """
 

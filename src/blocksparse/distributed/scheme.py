@@ -107,7 +107,7 @@ class Scheme(ABC):
         Args:
             before: how many keys stand before the first token of `x`: `N - M` if there are fewer queries than
                 keys.
-            causal: whether calls will be causal; some pipelines can be cut for one kind of call only.
+            causal: whether calls will be causal. Some pipelines can be cut for one kind of call only.
 
         Raises:
             ValueError: there are too few tokens for so many ranks, or the pipeline cannot be cut.

@@ -44,7 +44,7 @@ class Ulysses(Scheme):
         dim: the name of the dimension of the mesh over which heads are spread.
         density: the density of each query head, as `measured` gives it. With it, ranks have equally many heads and
             about the same work. Equal densities if None. All ranks must give the same.
-        parts: in how many parts a rank attends to its KV heads, one after another; at most as many as it has KV
+        parts: in how many parts a rank attends to its KV heads, one after another. At most as many as it has KV
             heads. The heads of the next part travel meanwhile, and so do outputs.
     """
 

@@ -120,7 +120,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
     work and `dense_below`.
 
     Args:
-        dense_below: floating-point operations below which a call is dense; with 0 none is. None, the default, is
+        dense_below: floating-point operations below which a call is dense. With 0 none is. None, the default, is
             2e11 in fp16 and bf16, as measured on an H100 for calls that repeat an earlier one. That is 5K tokens
             with 32 heads of dim 128, or 14K tokens with 4 heads. In fp32 the default is 6e10, estimated from its
             lower rate. Other GPUs use the same numbers until they are measured: `python -m benchmarks.run

@@ -83,7 +83,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         A call begins with `self.check`, and may end with `written_to(out)`.
 
         Args:
-            out: tensor or view `[B, Hq, M, Dv]` that receives the output; a new tensor if None.
+            out: tensor or view `[B, Hq, M, Dv]` that receives the output. A new tensor if None.
 
         Raises:
             TypeError, ValueError: as in `check`.

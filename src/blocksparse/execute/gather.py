@@ -45,11 +45,11 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     multiple of the query block. CPU tensors and float64 take plain torch. All of these visit the same blocks.
 
     Args:
-        tau: bound of the gain, a number or one per query head; with 0 no row stops early. The paper prints no
+        tau: bound of the gain, a number or one per query head. With 0 no row stops early. The paper prints no
             value.
         reduction: "all" stops a row when all its queries are satisfied. "mean" stops it when the mean of their
             gains, each divided by its denominator, is below `tau`. The paper does not say.
-        patience: after how many such blocks in succession a row stops; 1 as in the paper.
+        patience: after how many such blocks in succession a row stops. 1 as in the paper.
         commit: include the block after which a row stops in the output. The printed algorithm drops it.
     """
 

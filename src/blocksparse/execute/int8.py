@@ -136,7 +136,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
             mask, as in SageAttention and SpargeAttn. It always runs the portable kernel. Later tokens of the same
             block then change the rounding of a row, but not its keys.
         pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as in `TritonExecutor`.
-        tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
+        tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`. By default the fastest.
 
     Raises:
         ValueError: `pv_skip` is not negative, or `scales` is "block" with `HopperTiles`.

@@ -45,7 +45,7 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
     nothing.
 
     Args:
-        scale_factor: the threshold at one key, above 0; 1000 in TensorRT-LLM's examples, 5000 for video.
+        scale_factor: the threshold at one key, above 0. 1000 in TensorRT-LLM's examples, 5000 for video.
     """
 
     scale_factor: float = field(default=1000.0, converter=real, validator=positive)
@@ -55,9 +55,9 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
         """With the factor that ModelOpt found for a checkpoint, `a * exp(b * sparsity)`.
 
         Args:
-            config: of the checkpoint: what transformers makes of its config.json, or that as a dict; ModelOpt
+            config: of the checkpoint: what transformers makes of its config.json, or that as a dict. ModelOpt
                 writes `sparse_attention_config` into it.
-            sparsity: the share of tiles to leave out; that of the checkpoint, else 0.5, if None.
+            sparsity: the share of tiles to leave out. That of the checkpoint, else 0.5, if None.
 
         Raises:
             ValueError: the checkpoint has no such factors for prefill.

@@ -40,12 +40,12 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
     multiples of 8. It takes sliding windows, attention sinks and softcaps up to 100.
 
     Args:
-        tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`; by default the fastest.
-        pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits; one for all query heads or one for
+        tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`. By default the fastest.
+        pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits. One for all query heads or one for
             each. In blocks without a masked pair, a query leaves out each tile of keys whose greatest logit is
             more than `-pv_skip` below the greatest one so far. If `m` keys are left out, at most the share `m
             e^pv_skip` of the query's mass is lost. The result is approximate then, in the portable kernel
-            (docs/reference/numerics.md has the bounds); with None, the default, it is exact.
+            (docs/reference/numerics.md has the bounds). With None, the default, it is exact.
 
     Raises:
         ValueError: `pv_skip` is not negative.

@@ -127,7 +127,7 @@ def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
 
     Args:
         mask: one for each KV head, as `SharedByGroup` makes them for grouped queries.
-        entry: of the batch; these kernels have none.
+        entry: of the batch. These kernels have none.
 
     Raises:
         ValueError: query heads of a group have different masks, or rows of the mask read keys in different orders.

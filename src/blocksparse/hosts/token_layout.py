@@ -48,7 +48,7 @@ class TokenLayout:
     Args:
         grids: frames, rows and columns `(T, H, W)` in tokens, one per picture or video. Each is flattened frame by
             frame and row by row, and they stand in this order.
-        text: tokens of text in the same sequence as the pictures, padding included; 0 where text has a separate
+        text: tokens of text in the same sequence as the pictures, padding included. 0 where text has a separate
             cross attention. Attention over the pictures alone may occur in the same model.
         before: how many tokens of text stand before the first picture; or a tuple, how many directly before each.
             The rest stand behind the last one.

@@ -92,7 +92,7 @@ class Schedule:
     Args:
         default: the pipeline of every layer that is not named.
         layers: the pipelines of single layers, by index.
-        dense: the indices of dense layers; the same as None for them in `layers`.
+        dense: the indices of dense layers. The same as None for them in `layers`.
         same_choice: groups of layers that have one pipeline, in the order in which they run. The first of a group
             chooses blocks in each forward call, and the others attend to the same blocks and score none (Kascade,
             arXiv 2512.16391). `attach` of transformers and of diffusers does so.

@@ -37,8 +37,8 @@ def scaled_dot_product_attention(
         value: `[B, Hkv, N, Dv]`.
         attn_mask: must be None, because the pipeline selects its own blocks.
         dropout_p: must be 0.
-        is_causal: whether query `i` sees only the keys up to position `i`; there must be as many queries as keys.
-        scale: factor of the logits; `1 / sqrt(D)` if None.
+        is_causal: whether query `i` sees only the keys up to position `i`. There must be as many queries as keys.
+        scale: factor of the logits. `1 / sqrt(D)` if None.
         enable_gqa: whether there may be fewer heads of keys than of queries.
         pipeline: what attends: a `Pipeline` or `HeadGroups`.
 

@@ -34,7 +34,7 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
 
     Args:
         S: tokens per segment.
-        probe: how many of the last queries the importance is measured with; PBS-Attn takes one block.
+        probe: how many of the last queries the importance is measured with. PBS-Attn takes one block.
         per_query_head: make one order per query head, as the paper does. By default the query heads of a KV head
             share one order, by their mean importance. Then one copy of the keys and values is moved per KV head,
             instead of one per query head.
@@ -89,7 +89,7 @@ class SegmentQuerySort(Permuter[GlobalPermutation]):
     Args:
         S: tokens per segment, a multiple of `block`. Segments are counted from position 0.
         block: keys per centroid.
-        keys: a permuter that orders the keys; by default they stay in place. Centroids are blocks in its order.
+        keys: a permuter that orders the keys. By default they stay in place. Centroids are blocks in its order.
             With `SegmentKeySort(S)` both keys and queries are sorted.
 
     Raises:

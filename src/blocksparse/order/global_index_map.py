@@ -35,7 +35,7 @@ class GlobalIndexMap(Permuter[Permutation]):
     greatest first. This order exists for causal attention only.
 
     Args:
-        S: tokens per segment; the paper prints no value.
+        S: tokens per segment. The paper prints no value.
         prefix: how many keys of earlier segments each map holds besides the `near` ones. They are the best ones,
             and the segment attends to no others. The paper keeps all (None here), which takes `N * N / S` indices
             per head.
@@ -47,8 +47,8 @@ class GlobalIndexMap(Permuter[Permutation]):
         per_query_head: make one order per query head, as the paper does, which has no grouped heads. `False` makes
             one order per KV head, from the mean query of its query heads, in maps that are smaller by the number
             of these heads.
-        order_queries: sort the queries inside their segment; `False` leaves them in place.
-        guide: how many of the first keys are averaged to order the queries; `S` if None, as in the paper.
+        order_queries: sort the queries inside their segment. `False` leaves them in place.
+        guide: how many of the first keys are averaged to order the queries. `S` if None, as in the paper.
         near: how many keys right before the segment stand together instead of among the sorted ones. Then
             `Ranked(inner, first=Band(near))` opens a row with few blocks. The paper sorts all of them.
     """

@@ -66,10 +66,10 @@ class GridOrder(Permuter[GlobalPermutation]):
     hold pairs above the diagonal. The order is computed on the device of the keys, without a copy from the host.
 
     Args:
-        grid: frames, rows and columns `(T, H, W)` in tokens, after patching; an image is `(1, H, W)`. None leaves
+        grid: frames, rows and columns `(T, H, W)` in tokens, after patching. An image is `(1, H, W)`. None leaves
             it to a host that knows it (`hosts.diffusers`), and the order cannot be called by itself.
         prefix: how many tokens before the cells stay in place.
-        suffix: how many tokens after the cells stay in place; None means any number.
+        suffix: how many tokens after the cells stay in place. None means any number.
     """
 
     grid: tuple[int, int, int] | None = field(
@@ -170,7 +170,7 @@ class TileOrder(GridOrder):
     cells as a block and the tiles divide the grid. Otherwise a block may hold parts of several tiles.
 
     Args:
-        tile: frames, rows and columns `(t, h, w)` of a tile; 4 x 4 x 4 cells make a block of 64.
+        tile: frames, rows and columns `(t, h, w)` of a tile. 4 x 4 x 4 cells make a block of 64.
     """
 
     tile: tuple[int, int, int] = field(default=(4, 4, 4), converter=three, validator=three_sizes)
@@ -208,7 +208,7 @@ def hilbert_index(axes: list[Tensor], *, bits: int) -> Tensor:
 
     Args:
         axes: non-negative int64 coordinates, one tensor per axis, all of one shape `[...]`.
-        bits: bits per coordinate; at most 63 for all axes together.
+        bits: bits per coordinate. At most 63 for all axes together.
     """
     x, n = list(axes), len(axes)
     for level in range(bits - 1, 0, -1):
@@ -257,7 +257,7 @@ class GivenOrder(GridOrder):
 
     Args:
         order: the cell in each slot, `[T * H * W]` whole numbers, each cell once. Give a tensor on the device of
-            the keys; from another device it is copied in every call.
+            the keys. From another device it is copied in every call.
     """
 
     grid: tuple[int, int, int] = field(converter=three, validator=three_sizes)

@@ -74,10 +74,10 @@ class Candidate:
         preset: a name in `blocksparse.presets.every_preset`.
         arguments: keyword arguments of the preset: numbers, lists of numbers (one per query head), names, True,
             False and None.
-        band: also keep blocks that hold a key at most so many tokens before a query; None adds no band. `s2o`
+        band: also keep blocks that hold a key at most so many tokens before a query. None adds no band. `s2o`
             takes its band among the arguments: `Candidate("s2o", {"tau": 0.1, "band": 64})`.
-        last: also keep every block of the rows of the last so many queries; None adds no rows.
-        pv_skip: `pv_skip` of `TritonExecutor`, which runs on a GPU only; None takes `AutoExecutor`.
+        last: also keep every block of the rows of the last so many queries. None adds no rows.
+        pv_skip: `pv_skip` of `TritonExecutor`, which runs on a GPU only. None takes `AutoExecutor`.
 
     Raises:
         TuneError: the preset does not exist, or it does not take these arguments or this band.

@@ -79,7 +79,7 @@ def pbs_attn(
     In addition, the row's own segment and the block that holds token 0 are always kept.
 
     Args:
-        mass: share of the mass outside the row's own segment to keep; a number, or one per query head.
+        mass: share of the mass outside the row's own segment to keep. A number, or one per query head.
         block: tokens per block.
         S: tokens per segment, a multiple of `block`.
         per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
@@ -114,7 +114,7 @@ def pbs_attn_plus(
     In addition, the row's own segment and the block that holds token 0 are always kept.
 
     Args:
-        mass: share of the mass outside the row's own segment to keep; a number, or one per query head.
+        mass: share of the mass outside the row's own segment to keep. A number, or one per query head.
         stride: side of the cells of pairs whose antidiagonals are scored.
         block: tokens per block, a multiple of `stride`.
         S: tokens per segment, a multiple of `block`.
@@ -143,7 +143,7 @@ def mean_pooling(
     """Keep the heaviest pooled blocks and, in addition, always the first block and the diagonal.
 
     Args:
-        mass: share of the row's pooled mass to keep; a number, or one per query head.
+        mass: share of the row's pooled mass to keep. A number, or one per query head.
         block: tokens per block.
         as_released: include padding in the mean of a short tail block, as the authors' code does.
         executor: `AutoExecutor()` if None.
@@ -182,16 +182,16 @@ def bfla(
     not counted.
 
     Args:
-        mass: share of a row's block mass to keep; a number, or one per query head.
+        mass: share of a row's block mass to keep. A number, or one per query head.
         block: tokens per coarse block.
-        g: tokens per group that is compared as one vector; divides `block`.
-        tile: tokens per tile; divides `block`.
+        g: tokens per group that is compared as one vector. Divides `block`.
+        tile: tokens per tile. Divides `block`.
         n_local: tokens in the local band: tiles with a key at most so far before a query of the row are kept. If
             neither this nor `n_local_tiles` is given, it is 256 (8 tiles of 32; table 5).
         n_local_tiles: the same as a number of tiles, `n_local / tile`.
         sink: tokens at the start of the prompt whose tiles are kept.
-        eta: keep one tile of every `eta` in a row; None for no stride rescue.
-        rho: keep a tile with this probability, a number or one per query head; None for no random rescue.
+        eta: keep one tile of every `eta` in a row. None for no stride rescue.
+        rho: keep a tile with this probability, a number or one per query head. None for no random rescue.
         seed: seed of both rescues.
         per_token: divide the products of groups by their tokens, so that the softmax over blocks is not one-hot.
         coarse_rescue: apply band, sink and rescues to coarse blocks, as the released code does, not to tiles.
@@ -253,10 +253,10 @@ def s2o(
 
     Args:
         tau: a row stops after a block that adds less than this share to its softmax denominators. A number, or one
-            per query head. If None it is 0.01; the paper prints no value.
+            per query head. If None it is 0.01. The paper prints no value.
         S: tokens per segment, a multiple of `block`. Larger segments need fewer index maps, but a row's own
             segment is always computed, so the density cannot be lower than its share.
-        block: tokens per block, on both sides; a row of blocks stops as a whole.
+        block: tokens per block, on both sides. A row of blocks stops as a whole.
         prefix: how many of the earlier keys a map holds, the best ones. A row attends to no others, even if it has
             not stopped by then. At 16384 tokens the default adds almost no error to that of a `tau` of 0.01, but
             much to that of a smaller `tau` (page s2o of the papers). `GlobalIndexMap` says how much memory maps
@@ -266,7 +266,7 @@ def s2o(
         per_query_head: make one key order per query head instead of one per KV head.
         order_queries: sort the queries of a segment, so that similar ones stop together.
         band: visit the keys up to so many before each query in any case. Without a band (0) a query at the start
-            of its segment may miss them. Give it a multiple of `block`, since whole blocks are visited; what it
+            of its segment may miss them. Give it a multiple of `block`, since whole blocks are visited. What it
             is worth is in docs/reference/papers/s2o.md.
         executor: `GatherExecutor(tau)` if None. An executor that does not stop early, such as
             `ReferenceExecutor`, computes every block.
@@ -306,10 +306,10 @@ def xattention(
     The first block and the diagonal are counted in that share.
 
     Args:
-        mass: share of the row's mass to keep; a number, or one per query head.
+        mass: share of the row's mass to keep. A number, or one per query head.
         stride: side of the cells of pairs whose antidiagonals are scored.
         block: tokens per block, a multiple of `stride`.
-        pattern: which pairs of a cell are scored; `AntidiagonalScorer` lists the patterns.
+        pattern: which pairs of a cell are scored. `AntidiagonalScorer` lists the patterns.
         as_released: fill a short tail cell with zeros, as the authors' code does. Errors in its selection are not
             copied.
         executor: `AutoExecutor()` if None.
@@ -340,11 +340,11 @@ def flex_prefill(
     outside the budgets.
 
     Args:
-        mass: gamma of the paper, the share of the attention mass to keep; a number, or one per query head.
-        tau: divergence below which a head is query-aware; a number, or one per query head. With 0 no head is.
+        mass: gamma of the paper, the share of the attention mass to keep. A number, or one per query head.
+        tau: divergence below which a head is query-aware. A number, or one per query head. With 0 no head is.
         block: tokens per block, and queries in the probe.
         min_budget: the least number of tokens in the columns, and in the diagonals, of every head.
-        max_budget: the greatest number of tokens in each, in heads that are not query-aware; None for no limit.
+        max_budget: the greatest number of tokens in each, in heads that are not query-aware. None for no limit.
         as_released: choose as the authors' code does. It keeps one block for every 128 tokens that it counts, and
             takes forced blocks out of the budget. It keeps one diagonal of blocks per band. In query-aware heads
             it drops the block with which the sum reaches `mass`.
@@ -379,8 +379,8 @@ def minference(
     """Keep a fixed number of columns and diagonals, the heaviest for the last queries.
 
     Args:
-        vertical: how many keys (columns); a number, or one per query head.
-        slash: how many distances (diagonals); a number, or one per query head.
+        vertical: how many keys (columns). A number, or one per query head.
+        slash: how many distances (diagonals). A number, or one per query head.
         sink: how many of the first keys are always kept, as a part of `vertical`.
         recent: how many of the nearest distances are always kept, as a part of `slash`.
         block: tokens per block.
@@ -496,11 +496,11 @@ def flash_prefill(
     A block is judged by the weights that the single queries of a row give to its mean key.
 
     Args:
-        alpha: share of the row's greatest mass from which on a block is kept; a number, or one per query head.
+        alpha: share of the row's greatest mass from which on a block is kept. A number, or one per query head.
         block: tokens per block.
         sink: tokens at the start of the prompt whose blocks are kept.
         window: tokens in the window that ends with a row of blocks, in whole blocks, the row's own included.
-        last: how many queries at the end of the call see every key; None for none. Each chunk of a prompt has its
+        last: how many queries at the end of the call see every key. None for none. Each chunk of a prompt has its
             own last queries.
         mean_correction: let dropped blocks contribute their means, as in `MeanCorrectionExecutor`: the mean
             correction of FlashPrefill V2 (2608.19758).
@@ -536,7 +536,7 @@ def prism(
     """Keep the heaviest pooled blocks of the fast channels and those of the slow ones, the first and the diagonal.
 
     Args:
-        mass: share of the row's pooled mass to keep in each band; a number, or one per query head.
+        mass: share of the row's pooled mass to keep in each band. A number, or one per query head.
         block: tokens per block.
         fast: where the band of fast channels begins and ends, as shares of all pairs of channels.
         slow: the same of the slow ones.
@@ -574,7 +574,7 @@ def stem(
 
     Args:
         decay: the share of `k` that the last row of a prompt keeps.
-        k: how many blocks a row keeps before the number falls; None for the rule of `DecayingTopK`.
+        k: how many blocks a row keeps before the number falls. None for the rule of `DecayingTopK`.
         weight: what a deviation of the logs of the lengths of values adds to a block's logit.
         lengths: the mean and the deviation of these logs. None measures them per head and call. The choice then
             depends a little on how a prompt is chunked.
@@ -607,7 +607,7 @@ def skip_softmax(
         scale_factor: a tile is left out if its weights are below `scale_factor / N` of the greatest one so far. If
             None it is 1000, as in TensorRT-LLM's examples.
         block: tokens per block.
-        executor: `SkipSoftmaxExecutor(scale_factor)` if None; `SkipSoftmaxExecutor.calibrated(config)` has the
+        executor: `SkipSoftmaxExecutor(scale_factor)` if None. `SkipSoftmaxExecutor.calibrated(config)` has the
             factor of a checkpoint that ModelOpt calibrated. An executor that leaves out nothing, such as
             `ReferenceExecutor`, attends densely.
 

@@ -57,8 +57,8 @@ def sparge(
     Args:
         mass: tau of the paper, the share of a row's pooled mass that the kept blocks may not exceed. A number, or
             one per query head. If neither this nor `share` is given, it is 0.98.
-        theta: a block is judged by its mean only if its self-similarity is greater than this; a number, or one per
-            query head. If None, 0.6; with `share` -0.1, so that every block is judged by its mean.
+        theta: a block is judged by its mean only if its self-similarity is greater than this. A number, or one per
+            query head. If None, 0.6. With `share` -0.1, so that every block is judged by its mean.
         share: keep this share of a row's visible key blocks instead of a share of its mass.
         block: tokens per query block.
         k_block: tokens per key block.
@@ -66,7 +66,7 @@ def sparge(
         smooth_k: subtract the mean of all keys before the similarity of key blocks is measured. None does so only
             if the call is not causal, and with `as_released` always.
         order: a permuter, `HilbertOrder(grid)` for images and video (section 3.7), and `HilbertOrder()` where a
-            host knows the grid; `Identity()` if None.
+            host knows the grid. `Identity()` if None.
         as_released: choose as the authors' code does. Keys are smoothed in causal calls too, a short last block is
             never similar, and `share` is a share of all key blocks. Their code may drop the diagonal, which is
             kept here all the same.
@@ -114,10 +114,10 @@ def subblock(
     """Keep a share of a row's blocks: those whose sub-blocks, known by their means, weigh most in sum.
 
     Args:
-        share: share of a row's visible blocks to keep; a number, or one per query head.
+        share: share of a row's visible blocks to keep. A number, or one per query head.
         cell: tokens per sub-block.
         block: tokens per block, a multiple of `cell`.
-        order: a permuter, such as `HilbertOrder(grid)`; `Identity()`, as in the released code, if None.
+        order: a permuter, such as `HilbertOrder(grid)`. `Identity()`, as in the released code, if None.
         executor: `AutoExecutor()` if None.
     """
     a_share.check(share=share)
@@ -148,7 +148,7 @@ def sol_attn(
     `tau`.
 
     Args:
-        tau: how many standard deviations; a number, or one per query head. A greater one keeps fewer blocks.
+        tau: how many standard deviations. A number, or one per query head. A greater one keeps fewer blocks.
         block: tokens per block.
         variance: how the deviation of a row is computed, as in `MeanLogitScorer`.
         text: how many keys at the end are kept for all queries. `attach` of `hosts.diffusers` keeps text by
@@ -181,10 +181,10 @@ def dfs_attn(
     """Keep the share of a row's blocks that hold the most of a softmax over small cells, each known by its means.
 
     Args:
-        share: share of a row's visible blocks to keep; a number, or one per query head.
+        share: share of a row's visible blocks to keep. A number, or one per query head.
         cell: tokens per cell.
         block: tokens per block, a multiple of `cell`.
-        order: `HilbertOrder(grid)`, as the method has it, and `HilbertOrder()` where a host knows the grid; tokens
+        order: `HilbertOrder(grid)`, as the method has it, and `HilbertOrder()` where a host knows the grid. Tokens
             without a grid stay in place (`Identity()`) if None.
         executor: `AutoExecutor()` if None.
     """
@@ -211,7 +211,7 @@ def radial(
     """Keep the first frame, near frames, and of others a window that halves with their distance.
 
     Args:
-        grid: frames, rows and columns `(T, H, W)` in tokens; None where a host knows them.
+        grid: frames, rows and columns `(T, H, W)` in tokens. None where a host knows them.
         decay: the factor of all windows.
         block: tokens per block.
         prefix: how many tokens of text stand before the video. All text is kept.
@@ -239,8 +239,8 @@ def nabla(
     """Order cells tile by tile; keep the heaviest pooled blocks, and the tiles around a query's own.
 
     Args:
-        mass: share of the row's pooled mass to keep; a number, or one per query head.
-        grid: frames, rows and columns `(T, H, W)` in tokens; None where a host knows them.
+        mass: share of the row's pooled mass to keep. A number, or one per query head.
+        grid: frames, rows and columns `(T, H, W)` in tokens. None where a host knows them.
         radius: tiles on either side that are kept in any case, in time, height and width.
         tile: frames, rows and columns of a tile.
         block: tokens per block.
@@ -275,9 +275,9 @@ def lva(
     1)))`. So each query attends to about `C` frames.
 
     Args:
-        grid: frames, rows and columns `(T, H, W)` in tokens; None where a host knows them.
+        grid: frames, rows and columns `(T, H, W)` in tokens. None where a host knows them.
         period: frames from one periodic frame to the next.
-        radius: frames on either side of a query's own; 0 for no window, as in the released code.
+        radius: frames on either side of a query's own. 0 for no window, as in the released code.
         first: how many frames at the start are kept for all.
         step: the denoising step.
         block: tokens per block.
@@ -317,7 +317,7 @@ def svg2(
     """Order queries and keys by clusters; keep the heaviest pooled blocks. Made for calls that are not causal.
 
     Args:
-        mass: share of the row's pooled mass to keep; a number, or one per query head.
+        mass: share of the row's pooled mass to keep. A number, or one per query head.
         least: share of a row's blocks that are kept in any case, the heaviest.
         q_clusters: clusters of queries per query head.
         k_clusters: clusters of keys per KV head.

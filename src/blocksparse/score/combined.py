@@ -134,7 +134,7 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
 
     Args:
         inner: any scorer that gives a `BlockMass`, on any grid.
-        theta: in [-1, 1]; a number, or one per query head. Below 0 every block is similar, at 1 none is. A number
+        theta: in [-1, 1]. A number, or one per query head. Below 0 every block is similar, at 1 none is. A number
             below 0 costs nothing: no similarity is measured, and the scores are those of `inner`.
         smooth_k: subtract the mean of all keys before the similarity of key blocks is measured (K smoothing of
             SageAttention). None does so only if the call is not causal, because in a causal call later keys would

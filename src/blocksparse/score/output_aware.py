@@ -38,7 +38,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
 
     Args:
         stride: side of a cell.
-        block: slots per block, a multiple of `stride`; on both sides unless `k_block` is given.
+        block: slots per block, a multiple of `stride`. On both sides unless `k_block` is given.
         k_block: slots per key block, a multiple of `stride`.
         weight: what a deviation of the logs of lengths adds to a logit.
         lengths: the mean and the deviation of the logs of lengths. None measures them over the whole cells of each

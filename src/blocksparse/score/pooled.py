@@ -52,7 +52,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
-        k_block: slots per key block; in SpargeAttn they are half as long as query blocks.
+        k_block: slots per key block. In SpargeAttn they are half as long as query blocks.
         padded_tail: divide the sum over a short block at the tail by the size of a whole block, as the released
             PBS-Attn code does. By default the mean is over the tokens that exist.
     """
@@ -179,7 +179,7 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
     k` over the band's channels, over the root of their number and the temperature.
 
     Args:
-        band: where the band begins and ends, as shares of the `D / 2` pairs; pairs that it cuts belong to it. With
+        band: where the band begins and ends, as shares of the `D / 2` pairs. Pairs that it cuts belong to it. With
             a head dim of 128, (0, 0.5) are the 32 fastest pairs.
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.

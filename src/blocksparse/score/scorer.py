@@ -95,7 +95,7 @@ class ScorerTraits:
     Args:
         history: its `__call__` takes `history` too, a `KeyHistory` or None: what earlier calls found of the first
             keys, which learns of the others. The scores are the same without, to the bit.
-        values_below: only heads whose divergence is below it have values; None if all heads have.
+        values_below: only heads whose divergence is below it have values. None if all heads have.
     """
 
     history: bool = False

@@ -48,7 +48,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
 
     Args:
         stride: side of a cell.
-        block: slots per block, a multiple of `stride`; on both sides unless `k_block` is given.
+        block: slots per block, a multiple of `stride`. On both sides unless `k_block` is given.
         k_block: slots per key block, a multiple of `stride`.
         pattern: the pairs of a cell that count: its "antidiagonal", its main diagonal ("slash"), or all of them
             ("sum"). With "sum", the mean query and the mean key of each cell are rounded to the dtype of `q` and
@@ -234,7 +234,7 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
-        g: slots per group; divides the blocks.
+        g: slots per group. Divides the blocks.
         k_block: slots per key block.
         per_token: divide each product by the number of slots that have a token in both groups, which makes it a
             mean logit.

@@ -155,11 +155,11 @@ class Frames(GridSelector):
 
     Args:
         grid: frames, rows and columns, as in a `GridSelector`.
-        period: frames from one periodic frame to the next; None for none.
+        period: frames from one periodic frame to the next. None for none.
         phase: the first periodic frame. All are counted modulo the number of frames, so that there are as many
             with every phase: `ceil(T / period)`. LVSA takes the number of the denoising step modulo `period`.
         first: how many frames at the start are kept for all.
-        radius: frames on either side of a query's own; None for no window, not even its own frame.
+        radius: frames on either side of a query's own. None for no window, not even its own frame.
     """
 
     period: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)

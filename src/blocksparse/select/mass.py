@@ -35,7 +35,7 @@ class TopCdf(Selector[BlockMass, BlockMask]):
     same scores give the same mask on every device.
 
     Args:
-        mass: share of the row's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
+        mass: share of the row's total mass, in (0, 1]. A number, or one per query head. 1 keeps every
             visible block.
         crossing: keep the block with which the sum reaches the target (PBS-Attn algorithm 2, BFLA, XAttention).
             With `False` a block is taken only if the sum stays within the target, as in SpargeAttn. The heaviest
@@ -77,9 +77,9 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     takes about 45.
 
     Args:
-        mass: share of the head's total mass, in (0, 1]; a number, or one per query head. 1 keeps every
+        mass: share of the head's total mass, in (0, 1]. A number, or one per query head. 1 keeps every
             visible block.
-        crossing: keep the block with which the sum reaches the target, as the paper's algorithm does; the released
+        crossing: keep the block with which the sum reaches the target, as the paper's algorithm does. The released
             code drops it.
     """
 
@@ -109,7 +109,7 @@ class PeakShare(Selector[BlockMass, BlockMask]):
     any. How much of the row's mass is kept depends on how it is spread: of `n` equal blocks all are.
 
     Args:
-        alpha: share of the row's greatest mass, in (0, 1]; a number, or one per query head. At 1 the best block
+        alpha: share of the row's greatest mass, in (0, 1]. A number, or one per query head. At 1 the best block
             is kept, and blocks that equal it.
     """
 

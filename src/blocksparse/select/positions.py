@@ -211,7 +211,7 @@ class Random(PositionSelector):
     The paper applies the rule only to blocks that another rule dropped; `a | Random(rho)` keeps the same set.
 
     Args:
-        rho: probability in [0, 1]; a number, or one per query head. A larger one keeps the same blocks and more.
+        rho: probability in [0, 1]. A number, or one per query head. A larger one keeps the same blocks and more.
         seed: seed of the draws, in [0, 2^32).
         released: use the linear rule of the authors' code, with rows counted from the start of the chunk. It keeps
             runs of neighbouring blocks, and nearby seeds keep mostly the same blocks.

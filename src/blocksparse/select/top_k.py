@@ -46,7 +46,7 @@ class TopK(Selector[BlockScores, BlockMask]):
 
     Args:
         k: blocks per row, at least 1.
-        share: share of the row's visible blocks, in (0, 1]; a number, or one per query head.
+        share: share of the row's visible blocks, in (0, 1]. A number, or one per query head.
         forced_first: count forced blocks and the diagonal first, so that a row keeps more blocks than its number
             only if these alone are more. With `False` forced blocks are added to that number, and the diagonal is
             ranked by its value (SpargeAttn's top-k).
@@ -148,7 +148,7 @@ class Threshold(Selector[BlockScores, BlockMask]):
     """Keep blocks whose score is greater than `value`, forced blocks, and the diagonal.
 
     Args:
-        value: the threshold, in the units of the scores; a number, or one per query head.
+        value: the threshold, in the units of the scores. A number, or one per query head.
     """
 
     value: PerHead = field(converter=per_head, validator=any_number, repr=written)
@@ -176,7 +176,7 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
     row of equal logits keeps none of them: add a `Band`.
 
     Args:
-        tau: how many standard deviations above the mean; any finite number, or one per query head.
+        tau: how many standard deviations above the mean. Any finite number, or one per query head.
     """
 
     tau: PerHead = field(default=1.0, converter=per_head, validator=finite)

@@ -57,8 +57,8 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     distances, and forced ones are taken out of them first.
 
     Args:
-        vertical: how many keys; a number, or one per query head.
-        slash: how many distances; a number, or one per query head.
+        vertical: how many keys. A number, or one per query head.
+        slash: how many distances. A number, or one per query head.
         sink: how many of the first keys are forced. If the budget is smaller, the lowest ones are.
         recent: how many of the nearest distances are forced. If the budget is smaller, the nearest ones are. Every
             causal query that sees one of the last `recent` keys then keeps it, so these keys are not chosen as
@@ -169,10 +169,10 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
     kept in addition and not counted.
 
     Args:
-        mass: share of the probe's mass, in [0, 1]; a number, or one per query head. With 0 only `min_budget` is
+        mass: share of the probe's mass, in [0, 1]. A number, or one per query head. With 0 only `min_budget` is
             kept, with 1 every visible block.
-        min_budget: the least number of tokens in the columns, and in the bands; rounded up to blocks.
-        max_budget: the greatest number of tokens in each; None for no limit.
+        min_budget: the least number of tokens in the columns, and in the bands. Rounded up to blocks.
+        max_budget: the greatest number of tokens in each. None for no limit.
         released: choose by the rule of the authors' code, which is for keys in original order. It counts the
             *tokens* that hold `mass` and keeps one block for every 128 of them. Block 0 and the main diagonal are
             taken out of that budget. Of the two diagonals of blocks that a band crosses, one is kept.
@@ -252,7 +252,7 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
     are near if their divergence is below `tau`; a NaN is not.
 
     Args:
-        tau: bound of the divergence, which is at most sqrt(ln 2) = 0.833; a number, or one per query head. With 0
+        tau: bound of the divergence, which is at most sqrt(ln 2) = 0.833. A number, or one per query head. With 0
             every head chooses by `otherwise`.
 
     Raises:

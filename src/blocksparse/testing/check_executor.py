@@ -52,10 +52,10 @@ def check_executor(
     part of a tensor that it is given.
 
     Args:
-        causal: whether calls are causal; None for both kinds.
+        causal: whether calls are causal. None for both kinds.
         lengths: `(N, M)`, the keys and queries of each case.
         block: slots per block of the masks, on both sides.
-        relative_error: bound on `sum|o - o'| / sum|o'|` for an executor that approximates; None asks for the
+        relative_error: bound on `sum|o - o'| / sum|o'|` for an executor that approximates. None asks for the
             budget of `assert_within_budget`.
 
     Raises:

@@ -51,8 +51,8 @@ def check_permuter(
     that it has alone, and nothing may be written into the inputs.
 
     Args:
-        causal: whether calls are causal; None for both kinds.
-        lengths: `(N, M)`, the keys and queries of each case; give those that the permuter takes if not all do.
+        causal: whether calls are causal. None for both kinds.
+        lengths: `(N, M)`, the keys and queries of each case. Give those that the permuter takes if not all do.
 
     Raises:
         AssertionError: says in one sentence what is wrong and in which case.
@@ -106,7 +106,7 @@ def check_scorer(
     without values.
 
     Args:
-        causal: whether calls are causal; None for both kinds.
+        causal: whether calls are causal. None for both kinds.
         lengths: `(N, M)`, the keys and queries of each case.
         asks_last_queries: the scores are made with the last queries of a call, and so depend on where a prompt
             ends and how it is chunked. Then nothing is checked with cut, changed or chunked prompts.
@@ -279,11 +279,11 @@ def check_selector(
 
     Args:
         scorer: makes the scores. If None, they are random, for selectors of `BlockScores` and `BlockMass`.
-        causal: whether calls are causal; None for both kinds.
+        causal: whether calls are causal. None for both kinds.
         lengths: `(N, M)`, the keys and queries of each case.
         by_row: a row of the mask depends only on the same row of the scores. Give False for a selector that
             chooses for all rows of a call at once, such as `GlobalTopCdf` and `LastQueries`.
-        keeps_forced: whether forced blocks must be kept; None means yes, except for a `PositionSelector`.
+        keeps_forced: whether forced blocks must be kept. None means yes, except for a `PositionSelector`.
 
     Raises:
         AssertionError: says in one sentence what is wrong and in which case.

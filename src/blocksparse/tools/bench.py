@@ -175,7 +175,7 @@ def run(
     A method that cannot run has a row that says why.
 
     Args:
-        seconds: what the timed calls of one method at one length may take; three calls are made at least.
+        seconds: what the timed calls of one method at one length may take. Three calls are made at least.
         on_length: called before each length.
     """
     rows: list[Row] = []

@@ -60,7 +60,7 @@ class DiffusersAdapter:
         schedules: what attends, in the order of steps, from the first one on.
         dense_steps: the denoising steps in which all attention is dense.
         min_tokens: calls with fewer tokens are dense.
-        cache: keeps the masks of layers for several steps; None if each call chooses.
+        cache: keeps the masks of layers for several steps. None if each call chooses.
     """
 
     family: Family

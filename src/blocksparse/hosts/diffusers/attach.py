@@ -55,12 +55,12 @@ def attach(
         by_step: pipelines that replace `pipeline` from these steps on, such as `{25: subblock(0.15)}` for a
             smaller budget in the later half. Steps are counted as for `dense_steps`.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
-            them; None for one. A choice belongs to the tensor of the prompt that a diffusers pipeline passes in
+            them. None for one. A choice belongs to the tensor of the prompt that a diffusers pipeline passes in
             every step. So each half of classifier-free guidance has its own choices, and so has each run. Not for
             compiled models, nor for `HeadGroups`. `recorder.choice_ages()` says how old choices were.
         min_tokens: attention over fewer tokens than this stays dense.
-        recorder: gets a record of what each call did; if None, nothing is recorded.
-        audit: compares a few random queries of some sparse calls with dense attention; None for no audit. Where
+        recorder: gets a record of what each call did. If None, nothing is recorded.
+        audit: compares a few random queries of some sparse calls with dense attention. None for no audit. Where
             choices are kept, it reports how much mass they still cover. A layer that crosses a bound chooses
             again, or the layer whose choice it takes does in the next step.
         family: the token layout of a model that is not known.

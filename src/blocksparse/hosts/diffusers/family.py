@@ -42,7 +42,7 @@ class Family:
 
     Args:
         layout: a function of the model's config and of the arguments of a forward call by name, which gives the
-            `TokenLayout`. It gives None where the arguments do not determine it; all attention of the call is then
+            `TokenLayout`. It gives None where the arguments do not determine it. All attention of the call is then
             dense.
         attention: the names, inside a block of the model, of its attention over pictures: alone, or joined with
             text. Other attention, as over text alone, stays as it is. A name may have dots.

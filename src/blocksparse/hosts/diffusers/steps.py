@@ -29,7 +29,7 @@ class StepCounter:
     noise, every step begins one.
 
     Args:
-        rising: whether the model's timesteps rise from noise to picture; most fall.
+        rising: whether the model's timesteps rise from noise to picture. Most fall.
     """
 
     rising: bool = False

@@ -66,7 +66,7 @@ class PagedAttention:
     """Attends in one layer to the sparse prompts of a batch, records it, and audits some of it.
 
     Args:
-        softcap, sinks: as of a call of the pipeline; `sinks` `[Hq]`.
+        softcap, sinks: as of a call of the pipeline. `sinks` `[Hq]`.
     """
 
     pipeline: LayerPipeline

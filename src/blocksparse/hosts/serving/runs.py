@@ -79,7 +79,7 @@ class Prefills:
     Args:
         table: the pages of each.
         rows: their queries in the batch, (first, last + 1).
-        remaining: for each the tokens of its prompt after these; 0 where the engine does not tell.
+        remaining: for each the tokens of its prompt after these. 0 where the engine does not tell.
     """
 
     table: PageTable
@@ -161,7 +161,7 @@ class Split:
             min_tokens: requests of fewer tokens than this are dense.
             min_queries: requests with fewer queries than this are dense.
             pays: why a request with so many queries, keys, and tokens of its prompt after these is dense, or None.
-            remaining: the tokens of the prompt of each request after these; none if None.
+            remaining: the tokens of the prompt of each request after these. None if None.
             dense: why the whole batch is dense, if it is.
             own: why single requests are dense, by their index.
         """

@@ -85,12 +85,12 @@ class Settings:
     """The pipeline of each layer, and the requests for which it runs.
 
     Args:
-        layers: the pipeline of each layer; None is dense.
+        layers: the pipeline of each layer. None is dense.
         min_tokens: requests of fewer tokens, context and queries together, are dense.
         min_queries: requests with fewer queries in one step are dense. Decoding always is.
         dense_below: requests with less work than this are dense, as in `AutoExecutor`.
         record: keep a record of what each call did.
-        audit: estimates the error of all calls from some of them; crossed bounds are logged.
+        audit: estimates the error of all calls from some of them. Crossed bounds are logged.
     """
 
     layers: tuple[LayerPipeline | None, ...]

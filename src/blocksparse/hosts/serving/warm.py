@@ -79,7 +79,7 @@ def warm(
     size is compiled for by itself, it is one short prefill.
 
     Args:
-        query, out: `[queries of a step, Hq, D]`; what is in `out` is overwritten.
+        query, out: `[queries of a step, Hq, D]`. What is in `out` is overwritten.
         tokens: at most, of a request.
         page_size: tokens of a page of the cache.
 

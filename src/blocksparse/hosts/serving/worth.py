@@ -43,7 +43,7 @@ class Worth:
     def of(cls, dense_below: float | None, like: Tensor, *, heads: int, kv_heads: int, head_dim: int) -> Worth:
         """
         Args:
-            dense_below: the work below which a request stays dense; None is `break_even` in an engine.
+            dense_below: the work below which a request stays dense. None is `break_even` in an engine.
             like: has the dtype and the device of the layers.
         """
         if dense_below is None:

@@ -48,8 +48,8 @@ def attach(
         min_tokens: prompts of fewer tokens than this, context and queries together, stay dense. Tokens that the
             cache of a layer with a window has dropped count too, except in continuous batching.
         min_queries: prompts with fewer queries at once stay dense. Decoding always does.
-        recorder: gets a record of what each call did; if None, nothing is recorded.
-        audit: compares a few random queries of some sparse calls with dense attention; None for no audit.
+        recorder: gets a record of what each call did. If None, nothing is recorded.
+        audit: compares a few random queries of some sparse calls with dense attention. None for no audit.
         continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers
             accepts only its own names there. So "sdpa" names the pipeline until the end, for this model alone.
         min_window: layers with a sliding window of fewer tokens than this are exactly dense within it, if it hides

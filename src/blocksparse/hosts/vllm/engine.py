@@ -96,7 +96,7 @@ class Engine:
         """Take memory and compile kernels for a pipeline, in the first of the layers that have it.
 
         Args:
-            query, out: `[tokens, Hq, D]`; what is in `out` is overwritten.
+            query, out: `[tokens, Hq, D]`. What is in `out` is overwritten.
         """
         plain = attention.softcap is None, attention.sinks is None
         kind = attention.pipeline, plain, worth.q.shape, worth.k.shape, query.dtype

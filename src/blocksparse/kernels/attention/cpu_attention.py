@@ -64,11 +64,11 @@ def cpu_attention(
     """`out` `[B, Hq, M, Dv]` of the dtype of v, and `lse` `[B, Hq, M]` fp32, in original order.
 
     Args:
-        q: `[B, Hq, M, D]`, for which `cpu_kernel_refuses` has no reasons; in original order, like `k` `[B, Hkv, N, D]`
+        q: `[B, Hq, M, D]`, for which `cpu_kernel_refuses` has no reasons. In original order, like `k` `[B, Hkv, N, D]`
             and `v` `[B, Hkv, N, Dv]`.
         skip: below 0. A query leaves out a block if the block's greatest logit lies more than this below the greatest one of
             earlier blocks. Only blocks that the row sees whole count. Only where `may_skip`.
-        taken: `[B, Hq, rows, cols]` bool, contiguous, the blocks that are kept; those that all queries of their row leave
+        taken: `[B, Hq, rows, cols]` bool, contiguous, the blocks that are kept. Those that all queries of their row leave
             out are cleared.
         out: where the output is written, with its last axis innermost. If None, it lies in memory as `empty_as` has it.
     """

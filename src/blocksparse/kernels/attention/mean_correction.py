@@ -43,9 +43,9 @@ def add_mean_correction(
 
     Args:
         q: `[B, Hq, M, D]`, in original order, as `k`, `v` `[B, Hkv, N, ...]`, `out` and `lse` are.
-        out: attention over the kept pairs; where a query has none, 0.
+        out: attention over the kept pairs. Where a query has none, 0.
         lse: its lse, with a layer's sinks if it has them.
-        tiles: how the kernel is launched, which takes tensors on a GPU alone; None is plain torch.
+        tiles: how the kernel is launched, which takes tensors on a GPU alone. None is plain torch.
     """
     if tiles is None:
         return add_mean_correction_reference(q, k, v, out, lse, kept, scale, softcap)

@@ -71,14 +71,14 @@ def sparse_attention(
 
     Args:
         q: `[B, Hq, M, D]`, in slot order.
-        k: `[B, Hk, N, D]`, in slot order unless `key_slots` is given; Hk is Hkv or Hq.
+        k: `[B, Hk, N, D]`, in slot order unless `key_slots` is given. Hk is Hkv or Hq.
         v: `[B, Hk, N, Dv]`, likewise.
         key_slots: `[B, H, N]` int32, the key in each slot. Keys and values `[B, Hkv, N, ...]` are then moved into slot order
             here, once per head of `key_slots`. A few heads move at a time, so that the workspace stays small.
-        visited: `[B|1, Hw, cols]` bool, the blocks that `visited_columns` finds in the mask; `Hw` divides H. No others
+        visited: `[B|1, Hw, cols]` bool, the blocks that `visited_columns` finds in the mask. `Hw` divides H. No others
             are then moved into slot order. None moves all.
         out: where the output is written, with its last axis innermost. If None, it has the dtype of v, and lies in memory
-            as `empty_as` has it; it must be given if v is fp8.
+            as `empty_as` has it. It must be given if v is fp8.
     """
     if out is None:
         if approximation.v_scale is not None:

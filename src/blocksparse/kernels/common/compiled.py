@@ -111,7 +111,7 @@ def load(source: Path, *, anew: bool = False, others: bool = True) -> Loaded:
 
     Args:
         anew: compile it even if the cache has it, or if that failed before.
-        others: if it must be compiled, begin with the other kernels of this package meanwhile; a call that needs one waits.
+        others: if it must be compiled, begin with the other kernels of this package meanwhile. A call that needs one waits.
     """
     try:
         return _load(source, anew, others)

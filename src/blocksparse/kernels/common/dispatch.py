@@ -53,8 +53,8 @@ def on_gpus(
     A function `name` of the module `path` takes `name_triton` of `path_triton`, which is imported at the first such call.
 
     Args:
-        of: gives the tensor that decides, of all arguments of a call; the first one unless given.
-        where: whether the kernel takes a call of such a tensor, by all of its arguments; all of them unless given.
+        of: gives the tensor that decides, of all arguments of a call. The first one unless given.
+        where: whether the kernel takes a call of such a tensor, by all of its arguments. All of them unless given.
     """
 
     def takes(*args: Any, **named: Any) -> bool:

@@ -65,8 +65,8 @@ class HopperTiles:
     `Int8Executor` says what its own kernel takes.
 
     Args:
-        consumers: warp groups that compute, 1 or 2; each computes 64 queries of a tile of queries.
-        block_n: keys in a tile of keys, 64 or 128. Several narrower blocks share one tile; with `Int8Executor`
+        consumers: warp groups that compute, 1 or 2. Each computes 64 queries of a tile of queries.
+        block_n: keys in a tile of keys, 64 or 128. Several narrower blocks share one tile. With `Int8Executor`
             only two blocks of 64 keys can.
         num_stages: tiles of keys, and as many of values, that shared memory holds at a time.
         per_sm: programs that run on a multiprocessor at a time.

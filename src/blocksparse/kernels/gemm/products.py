@@ -193,7 +193,7 @@ def strided_view(x: Tensor, slots: int, lead: int, filler: Tensor | None = None)
     """Tokens `[B, H, N, D]` in cells, `[B, H, cells, slots, D]`; `lead` empty slots come first.
 
     Args:
-        filler: `[B, H, 2, D]`, what empty slots at the start and at the end hold; zeros unless given.
+        filler: `[B, H, 2, D]`, what empty slots at the start and at the end hold. Zeros unless given.
     """
     missing = -(lead + x.shape[2]) % slots
     if filler is not None and (lead or missing):

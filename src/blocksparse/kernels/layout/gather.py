@@ -53,7 +53,7 @@ def gather_two(
     """`gather_rows` of `x` `[B, Hx, N, D]` and `y` `[B, Hx, N, Dy]` in one launch.
 
     Args:
-        wanted: `[B|1, Hw, blocks]` bool, which blocks of `block` rows of the result anyone reads; `Hw` divides `H`. Rows
+        wanted: `[B|1, Hw, blocks]` bool, which blocks of `block` rows of the result anyone reads. `Hw` divides `H`. Rows
             of the others may hold anything, and on GPUs they are not written. None for all.
     """
     return gather_rows.reference(x, index), gather_rows.reference(y, index)

@@ -39,9 +39,9 @@ def block_places(
 
     Args:
         q: `[B, Hq, M, D]`, of which only sizes matter, as in `k` `[B, Hkv, N, D]`.
-        q_index: `[B, Hq, M]` int32, the query in each slot; None if queries stay in place.
-        k_index: `[B, H, G, slots]` int32, the key in each slot, -1 where empty; None if keys stay in place.
-        offset: the position of query 0; key 0 stands at position 0.
+        q_index: `[B, Hq, M]` int32, the query in each slot. None if queries stay in place.
+        k_index: `[B, H, G, slots]` int32, the key in each slot, -1 where empty. None if keys stay in place.
+        offset: the position of query 0. Key 0 stands at position 0.
 
     Returns:
         `q_position` `[B|1, Hq|1, rows * q_block]` and `k_position` `[B|1, H|1, G, cols * k_block]` int32, which may be the
@@ -68,7 +68,7 @@ def block_bounds(q_position: Tensor, k_position: Tensor, q_block: int, k_block: 
     Args:
         q_position: `[B|1, H|1, rows * q_block]` int32, -1 where empty.
         k_position: `[B|1, H|1, G, cols * k_block]` int32, -1 where empty.
-        heads: heads of the result if `H` is more than 1; a multiple of `H`, and heads are repeated.
+        heads: heads of the result if `H` is more than 1. A multiple of `H`, and heads are repeated.
 
     Returns:
         `q_first`, `q_last` `[B|1, heads|1, rows, 1]`, `k_first`, `k_last` `[B|1, heads|1, G, cols]` int32, and

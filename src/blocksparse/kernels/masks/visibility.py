@@ -45,7 +45,7 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
 
     Args:
         seed: non-negative and below 2^32.
-        counters: int64, non-negative and below 2^32; at least one.
+        counters: int64, non-negative and below 2^32. At least one.
     """
     state: Any = mix(seed)  # no product overflows int64
     for counter in counters:
@@ -75,7 +75,7 @@ def keep_visible(
             If `n` is 1, its last axes may be 1, and those before them may be missing. None chooses no block.
         skipped: rows of blocks at the start of `keep` that are not part of `grid`.
         always: further blocks that are chosen by position.
-        segment: a number of tokens; the blocks of `grid.own_segment(segment)` are chosen, too.
+        segment: a number of tokens. The blocks of `grid.own_segment(segment)` are chosen, too.
         diagonal: the blocks of `grid.diagonal` are chosen, too.
     """
     visible = grid.visible

@@ -97,9 +97,9 @@ def coarse_order(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> No
 
     Args:
         mean: mean queries of consecutive segments, `[B, H, G, D]`.
-        k: `[B, Hkv, N, D]`; `Hkv` divides `H`.
-        until: the first of these segments orders the keys before this position; none if it is negative.
-        S: tokens per segment; each further segment orders so many keys more.
+        k: `[B, Hkv, N, D]`. `Hkv` divides `H`.
+        until: the first of these segments orders the keys before this position. None if it is negative.
+        S: tokens per segment. Each further segment orders so many keys more.
     """
     B, H, G, count = out.shape
     mean = mean.to(k.dtype)

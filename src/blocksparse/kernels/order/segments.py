@@ -41,8 +41,8 @@ def key_importance(
     Who sorts by them adds them up on the way (`segment_sort`).
 
     Args:
-        q: `[B, Hq, M, D]`; query `i` stands at position `N - M + i`.
-        probe: how many of the last queries vote; all of them where there are fewer.
+        q: `[B, Hq, M, D]`. Query `i` stands at position `N - M + i`.
+        probe: how many of the last queries vote. All of them where there are fewer.
         seen: keys from this one on have no part in the softmax, and weigh nothing.
         causal: neither have keys after the query.
         per_query_head: take the mean over each query head's own queries, `[B, Hq, P, N]`.

@@ -61,8 +61,8 @@ def int8_query_tiles(
 
     Args:
         q: `[B, Hq, M, D]`.
-        index: `[B, Hq|1, M]` int32, the query in each slot; None leaves queries in place.
-        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query drops by `scale * q . mean`, with the
+        index: `[B, Hq|1, M]` int32, the query in each slot. None leaves queries in place.
+        mean: `[B, Hkv, D]` fp32, subtracted from the keys. Every logit of a query drops by `scale * q . mean`, with the
             query as it was rounded.
         scale: what products are multiplied by to become logits.
         early: queries of `q` before this one lose 0.
@@ -83,8 +83,8 @@ def int8_key_tiles(
     """Rotated int8 `[B, 2 * H, slots, D]` of `k`, scales of groups `[B, H, tiles, 4]` and of tokens `[B, H, slots]` fp32.
 
     Args:
-        k: `[B, Hkv, N, D]`; `Hkv` divides `H`.
-        index: `[B, H, slots]` int32, the key in each slot; None leaves keys in place.
+        k: `[B, Hkv, N, D]`. `Hkv` divides `H`.
+        index: `[B, H, slots]` int32, the key in each slot. None leaves keys in place.
         tile: slots per tile.
         mean: `[B, Hkv, D]` fp32, subtracted from the keys that have a scale per group.
     """
@@ -111,8 +111,8 @@ def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor,
     scales are heads H to 2H - 1.
 
     Args:
-        v: `[B, Hkv, N, D]`; `Hkv` divides `H`.
-        index: `[B, H, slots]` int32, the value in each slot; None leaves values in place.
+        v: `[B, Hkv, N, D]`. `Hkv` divides `H`.
+        index: `[B, H, slots]` int32, the value in each slot. None leaves values in place.
         tile: slots per tile.
     """
     v = in_slot_order(v, index).float()

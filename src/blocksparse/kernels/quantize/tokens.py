@@ -110,11 +110,11 @@ def int8_queries(
     """int8 `[B, Hq, M, D]` of `q` `[B, Hq, M, D]` in slot order, scales `[B, Hq, M]` fp32, and what `mean` takes.
 
     Args:
-        index: `[B, Hq, M]` int32, the query in each slot; None leaves queries in place.
+        index: `[B, Hq, M]` int32, the query in each slot. None leaves queries in place.
         block: places per row of the mask.
         lead: empty places before the first slot in row 0, fewer than `block`.
         shared: the slots of a row of the mask share one scale.
-        mean: `[B, Hkv, D]` fp32, subtracted from the keys; every logit of a query drops by `scale * q . mean`, which is
+        mean: `[B, Hkv, D]` fp32, subtracted from the keys. Every logit of a query drops by `scale * q . mean`, which is
             returned, `[B, Hq, M]` fp32.
         scale: what products are multiplied by to become logits.
         plain: `[B|1, Hq|1, rows]` int32, not 0 for rows that read keys which keep their mean: their queries lose 0.
@@ -135,7 +135,7 @@ def int8_keys(
     """int8 `[B, H, slots, D]` of `k` `[B, Hkv, N, D]` less its mean, and scales `[B, H, slots]` fp32.
 
     Args:
-        index: `[B, H, slots]` int32, the key in each slot; `Hkv` divides `H`. None leaves keys in place.
+        index: `[B, H, slots]` int32, the key in each slot. `Hkv` divides `H`. None leaves keys in place.
         block: slots that share a scale if `shared`.
         shared: whether the slots of a block share one scale.
         mean: `[B, Hkv, D]` fp32, subtracted before rounding.
@@ -167,7 +167,7 @@ def fp8_values(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """fp8 `[B, H, slots, D]` of `v` `[B, Hkv, N, D]` in slot order, and scales `[B, H, slots]` fp32.
 
     Args:
-        index: `[B, H, slots]` int32, the value in each slot; `Hkv` divides `H`. None leaves values in place.
+        index: `[B, H, slots]` int32, the value in each slot. `Hkv` divides `H`. None leaves values in place.
     """
     if index is not None:
         v = gather_rows.reference(v, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)

@@ -38,8 +38,8 @@ def block_mean(
         block: slots per block.
         lead: empty places before the first token in block 0, fewer than `block`.
         padded_tail: divide the sum of a short block by the slots of a whole block instead of by its tokens.
-        index: `[B, H, N]` int32, the token in each slot; `Hx` divides `H`.
-        heads: those whose means are asked for; in the others entries have no meaning.
+        index: `[B, H, N]` int32, the token in each slot. `Hx` divides `H`.
+        heads: those whose means are asked for. In the others entries have no meaning.
     """
     x = _token_by_token(x if index is None else gather_rows.reference(x, index))
     N, dtype = x.shape[2], torch.promote_types(x.dtype, torch.float32)

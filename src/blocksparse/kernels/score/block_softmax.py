@@ -44,7 +44,7 @@ def block_softmax(
     Args:
         scale: a positive number that logits are multiplied by.
         segment: also leave out the row's own segment, if segments have this many positions.
-        heads: without a segment, those whose mass is asked for; in the others it is 0.
+        heads: without a segment, those whose mass is asked for. In the others it is 0.
 
     Returns:
         The mass, in fp32 or better; and with `segment` the blocks of each row's own segment, `[B|1, H|1, rows, cols]`
@@ -79,7 +79,7 @@ def gate_blocks(
 
     Args:
         of_q: `[B, Hq, rows]`, the similarity of the tokens of query blocks. NaN is not similar.
-        of_k: `[B, H, cols]`, that of key blocks; `H` divides Hq.
+        of_k: `[B, H, cols]`, that of key blocks. `H` divides Hq.
         theta: a number, or `[1, Hq|1, 1, 1]`, rounded to the dtype of similarities.
         forced: `[B|1, Hq|1, rows, cols]` bool, what was forced before.
     """

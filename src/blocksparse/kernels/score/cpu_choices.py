@@ -153,7 +153,7 @@ def shares_on_cpu(
 
     Args:
         mass: `[1, H|1, 1, 1]`.
-        there: `[B|1, H|1, rows|1, cols|1]` bool; what is not counts nothing.
+        there: `[B|1, H|1, rows|1, cols|1]` bool. What is not counts nothing.
     """
     mass, keep = mass.float(), values.new_empty(values.shape, dtype=torch.bool)
     there, always = there.expand(values.shape), always.expand(values.shape)

@@ -54,10 +54,10 @@ def strided_mass(
 
     Args:
         q: `[B, Hq, M, D]`, in slot order.
-        k: `[B, H, N, D]`, in slot order; H divides Hq.
+        k: `[B, H, N, D]`, in slot order. H divides Hq.
         of: the cells, with the last position of each query cell.
         first_cell: index of the first query cell in the whole prompt.
-        segment: cells per segment; a query cell then looks at earlier segments only.
+        segment: cells per segment. A query cell then looks at earlier segments only.
         joint: take one softmax over the pairs of all query cells of a row of blocks, not one for each query cell.
     """
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
@@ -114,7 +114,7 @@ def _shares(log_sum: Tensor, high: int, before: int, after: int) -> Tensor:
     """The share that each query cell has of all weights of its row of `high` cells, `[B, Hq, cells]`.
 
     Args:
-        log_sum: `[B, Hq, cells]`, the logs of the sums of their weights; -inf where there are none.
+        log_sum: `[B, Hq, cells]`, the logs of the sums of their weights. -inf where there are none.
     """
     rows = pad(log_sum, (before, after), value=float("-inf")).unflatten(2, (-1, high))
     shares = rows.softmax(-1).masked_fill((rows == float("-inf")).all(-1, keepdim=True), 0.0)
@@ -128,7 +128,7 @@ def _softmax(logits: Tensor, eligible: Tensor) -> Tensor:
     A row whose logits are all -inf, or that has no eligible cell, holds no mass.
 
     Args:
-        eligible: bool; it may have fewer heads than `logits`, which then share them.
+        eligible: bool. It may have fewer heads than `logits`, which then share them.
     """
     grouped, eligible = logits.unflatten(1, (eligible.shape[1], -1)), eligible.unsqueeze(2)
     mass = grouped.masked_fill_(~eligible, float("-inf")).softmax(-1)

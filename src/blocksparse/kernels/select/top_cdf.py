@@ -91,7 +91,7 @@ def top_cdf(
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept and counted first.
-        mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]; it is rounded to fp32, as shares are. 1 keeps what is visible.
+        mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]. It is rounded to fp32, as shares are. 1 keeps what is visible.
         crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
             the heaviest block that is not forced is kept in any case.
         always: further blocks to keep, by position.
@@ -147,7 +147,7 @@ def row_share(
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
-        alpha: a number, or `[1, H|1, 1, 1]`; rounded to fp32.
+        alpha: a number, or `[1, H|1, 1, 1]`. Rounded to fp32.
         of: what `alpha` is a share of: the row's best block, or the row.
         always: further blocks to keep, by position.
     """

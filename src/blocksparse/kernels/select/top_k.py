@@ -47,7 +47,7 @@ def top_k(
 
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
-        k: blocks per row, a number or one for each row `[rows, 1]`; None if `share` says how many.
+        k: blocks per row, a number or one for each row `[rows, 1]`. None if `share` says how many.
         share: `[1, H|1, 1, 1]` float64, of the row's visible blocks, rounded up.
         forced_first: count forced blocks and the diagonal among the number, before all others. Else forced blocks
             come on top of it, and the diagonal ranks by its value.
@@ -84,7 +84,7 @@ def visiting_order(keep: Tensor, rank: Tensor, tau: Tensor) -> tuple[Tensor, Ten
     Args:
         keep: `[B, H, rows, cols]` bool.
         rank: `[B, H, rows, cols]` int32. Kept blocks of a negative rank are visited in any case.
-        tau: `[H]` fp32; where it is 0, so are all others.
+        tau: `[H]` fp32. Where it is 0, so are all others.
     """
     dropped = torch.iinfo(torch.int32).max
     order = rank.clamp(max=dropped - 1).where(keep, dropped).argsort(dim=-1, stable=True)

@@ -73,7 +73,7 @@ def cut(key, weight, low, high, above_low, target, BY_KEY: tl.constexpr):
     Args:
         key: int32 `[ROWS, COLS]`.
         weight: fp32 `[ROWS, COLS]`: all 1; or, with `BY_KEY`, numbers that are not negative and whose bits are the key.
-        low, high: int32 `[ROWS, 1]`; the key that is sought is above `low`, and no key is above `high`.
+        low, high: int32 `[ROWS, 1]`. The key that is sought is above `low`, and no key is above `high`.
         above_low: fp32 `[ROWS, 1]`, the weight of the keys above `low`, or more.
         target: fp32 `[ROWS, 1]`.
     """
@@ -112,7 +112,7 @@ def first_of(chosen, number, unit, missing, BEFORE: tl.constexpr):
 
     Args:
         number: how many are chosen, `[ROWS, 1]`.
-        BEFORE: compare the weight of the chosen columns before a column; else that column's is included.
+        BEFORE: compare the weight of the chosen columns before a column. Else that column's is included.
     """
     itself: tl.constexpr = 1 if BEFORE else 0
     if any_of((number - itself) * unit >= missing):  # seldom, for keys would have to be equal

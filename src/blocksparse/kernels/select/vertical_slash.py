@@ -61,10 +61,10 @@ def vertical_slash_blocks(
     Args:
         columns: chosen keys.
         bands: chosen distances.
-        whole: `[1, Hq|1, 1]`; heads where it is 1 in fp32 keep what they can see.
-        first: a number of tokens; blocks that hold one of the first so many are kept.
+        whole: `[1, Hq|1, 1]`. Heads where it is 1 in fp32 keep what they can see.
+        first: a number of tokens. Blocks that hold one of the first so many are kept.
         also: `[B|1, Hq|1, rows, cols]` bool, kept too.
-        heads: those whose mask is asked for; in the others entries have no meaning.
+        heads: those whose mask is asked for. In the others entries have no meaning.
     """
     cols = torch.arange(grid.k_first.shape[-1] + 1, device=columns.counts.device)
     reached = columns.counts[..., (cols * columns.run).clamp(max=columns.counts.shape[-1] - 1)]
@@ -104,7 +104,7 @@ def fewest(columns: Tensor, bands: Tensor, mass: Tensor, least: int, most: int |
     """The running counts, `[B, H, n + 1]` int32, of the lines taken of each kind: weights `[B, H, n]`, not negative.
 
     Args:
-        mass: `[1, H|1, 1]`, in [0, 1]; it is rounded to fp32, as shares are.
+        mass: `[1, H|1, 1]`, in [0, 1]. It is rounded to fp32, as shares are.
     """
     taken = (fewest_of_one(lines, mass, least, most) for lines in (columns, bands))
     first, second = map(running_count, taken)

@@ -185,7 +185,7 @@ def _best(key, low, high, number, n, COLS: tl.constexpr):
     """Which lines are the first `number` `[1, 1]` fp32 by falling `key` `[1, COLS]`, ties by place.
 
     Args:
-        low, high: the key of the last one is above `low`, unless the number is 0; and no key is above `high`.
+        low, high: the key of the last one is above `low`, unless the number is 0, and no key is above `high`.
     """
     low = tl.where(number > 0.0, low, high - 1)
     weight = tl.full([1, COLS], 1.0, tl.float32)

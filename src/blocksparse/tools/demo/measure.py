@@ -49,7 +49,7 @@ def build(tokenizer: Any, text: str, *, tokens: int, depth: float, seed: int = 0
     """A prompt of exactly `tokens` tokens: the start of `text`, the needle at `depth` in it, the question.
 
     Args:
-        depth: share of the text before the needle, in [0, 1]; the needle goes to the paragraph end before it.
+        depth: share of the text before the needle, in [0, 1]. The needle goes to the paragraph end before it.
         seed: chooses the city and the number of the needle.
 
     Raises:
@@ -126,7 +126,7 @@ def measure(
     """Read the prompt once with `pipeline` (None is the model's own dense attention), then answer densely.
 
     Args:
-        warm_up: one layer's q, k, v of this prompt, for the pipeline to compile on; dense attention, or a
+        warm_up: one layer's q, k, v of this prompt, for the pipeline to compile on. Dense attention, or a
             pipeline without them, reads the start of the prompt first.
         keep_layer: the layer whose q, k, v the row keeps.
         on_layer: called after each layer's attention.

@@ -60,7 +60,7 @@ def watch(
     """Watch the attention function that `network` uses now, whichever it is.
 
     Args:
-        keep_layer: the layer whose q, k, v to keep, as attention gets them (RoPE applied); None keeps none.
+        keep_layer: the layer whose q, k, v to keep, as attention gets them (RoPE applied). None keeps none.
         on_call: called after every call of attention.
         on_qkv: called before every call of attention, with the layer, its q, k, v, the model's other arguments,
             and the function of q, k and v that is called.

@@ -124,7 +124,7 @@ class GuidedChoice:
     Args:
         dense: what dense attention costs in each unit.
         costs: of candidates in units. One that is missing here, or costs as much as dense attention, is not taken.
-        errors: of attention, relative L1 distances from dense attention; at least of all that `costs` has.
+        errors: of attention, relative L1 distances from dense attention. At least of all that `costs` has.
         families: the preset of each candidate.
         run: runs the model with these candidates, each alone in its unit, and says what they lose.
     """

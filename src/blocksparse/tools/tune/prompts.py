@@ -35,7 +35,7 @@ class TunePrompt:
 
     Args:
         ids: `[1, N]` int64, at least 2.
-        answers: the tokens from a start up to, not including, a stop, for each answer; none without an answer.
+        answers: the tokens from a start up to, not including, a stop, for each answer. None without an answer.
 
     Raises:
         TuneError: `ids` has another shape or dtype, or an answer is not inside it after two tokens or more.

@@ -86,17 +86,17 @@ def tune(
 
     Args:
         network: a causal language model of transformers, on the device and in the dtype in which it will run.
-        prompts: what candidates are compared on; the longest of them gives q, k, v and times.
+        prompts: what candidates are compared on. The longest of them gives q, k, v and times.
         held: other prompts, which whole plans are verified on.
         journal: a file that gets every measurement. A run that was killed continues from it. A run with the same
             model and prompts but, say, another budget reuses its measurements.
         budget: the limits on the plan's KL.
-        candidates: what may attend in a layer; dense attention always may. A candidate that keeps 90 % of the work
+        candidates: what may attend in a layer. Dense attention always may. A candidate that keeps 90 % of the work
             of a layer or more is never taken there: it saves little, and a window that suffices here may not in
             longer prompts.
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
-        batch: how many prompts a call will have; times are those of such calls.
-        head_groups: into how many groups the KV heads of each layer are split; each gets its own choice.
+        batch: how many prompts a call will have. Times are those of such calls.
+        head_groups: into how many groups the KV heads of each layer are split. Each gets its own choice.
         positions: at how many positions of a prompt's text predictions are compared.
         report: is called with the progress.
 

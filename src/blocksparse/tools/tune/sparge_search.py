@@ -57,7 +57,7 @@ def sparge_search(
     Args:
         network, prompts, held, journal, positions, report: as for `tune`.
         bounds: l1 and l2 of the paper.
-        lambdas: of each, `pv_skip` of `TritonExecutor`; if None, a grid on a GPU, and none elsewhere, since only
+        lambdas: of each, `pv_skip` of `TritonExecutor`. If None, a grid on a GPU, and none elsewhere, since only
             that executor leaves products with values out.
 
     Raises:
