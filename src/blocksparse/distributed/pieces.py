@@ -1,9 +1,9 @@
 """The tokens that each rank has, the pairs of two pieces as rectangles of blocks, and the order of all keys.
 
-Piece    Which consecutive tokens each rank has.
-Region   The pairs of a piece of queries and a piece of keys, in rectangles of blocks that executors can attend
-         to.
-probed   The order of all keys, for stages that see only a part of the queries.
+* `Piece`: Which consecutive tokens each rank has.
+* `Region`: The pairs of a piece of queries and a piece of keys, in rectangles of blocks that executors can attend
+  to.
+* `probed`: The order of all keys, for stages that see only a part of the queries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The base classes of the ways to spread one call of attention over ranks.
 
-Scheme           The base class of the ways to spread one call of attention over ranks.
-SequenceScheme   The base class of schemes in which queries stay on the rank that has them.
-is_dense         Attention of whole sequences, or of a chunk of their queries, on one rank.
+* `Scheme`: The base class of the ways to spread one call of attention over ranks.
+* `SequenceScheme`: The base class of schemes in which queries stay on the rank that has them.
+* `is_dense`: Attention of whole sequences, or of a chunk of their queries, on one rank.
 """
 
 from __future__ import annotations

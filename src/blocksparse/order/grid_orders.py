@@ -58,9 +58,9 @@ class GridOrder(Permuter[GlobalPermutation]):
 
     Tokens must arrive as models flatten them: `prefix` tokens of text, then the cells frame by frame and row by
     row, then `suffix` tokens of text. Only cells move. Queries get the order of the keys if they are the same
-    tokens: if there are as many queries as keys, or if the call is causal, where the queries are the last tokens.
-    In a call that is not causal and has another number of queries, the queries are other tokens (cross attention)
-    and stay in place.
+    tokens. This is so if there are as many queries as keys, or if the call is causal: its queries are the last
+    tokens. In a call that is not causal and has another number of queries, the queries are other tokens (cross
+    attention) and stay in place.
 
     These orders are made for attention that is not causal. Causal attention is exact too, but many blocks then
     hold pairs above the diagonal. The order is computed on the device of the keys, without a copy from the host.

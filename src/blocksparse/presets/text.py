@@ -1,22 +1,22 @@
 """Presets for prompts of text: one function for each paper.
 
-pbs_attn        PBS-Attn: Sparser Block-Sparse Attention via Token Permutation (arXiv 2510.21270).
-pbs_attn_plus   PBS-Attn+: PBS-Attn's order with XAttention's scores (arXiv 2510.21270, appendix B.2).
-mean_pooling    MeanPooling: the baseline of PBS-Attn (arXiv 2510.21270, section 4.1).
-bfla            BFLA: Block-Filtered Long-Context Attention.
-s2o             S2O: Early Stopping for Sparse Attention via Online Permutation.
-xattention      XAttention: Block Sparse Attention with Antidiagonal Scoring (arXiv 2503.16428).
-flex_prefill    FlexPrefill: a context-aware sparse attention mechanism (arXiv 2502.20766).
-minference      MInference 1.0: vertical-slash heads (arXiv 2407.02490).
-a_shape         A-shape: the start of the prompt and a local window (StreamingLLM's pattern; MInference, arXiv
-                2407.02490).
-tri_shape       Tri-shape: A-shape, with dense rows at the end of the prompt (MInference's released code).
-triangle_mix    TriangleMix: dense attention in the first layers, tri-shape in the others (arXiv 2507.21526).
-flash_prefill   FlashPrefill: Instantaneous Pattern Discovery and Thresholding (arXiv 2603.06199).
-prism           Prism: Spectral-Aware Block-Sparse Attention (arXiv 2602.08426).
-stem            Stem: Rethinking Causal Information Flow in Sparse Attention (arXiv 2603.06274).
-skip_softmax    Skip-softmax (BLASST, arXiv 2512.12087): attention over all keys, without the tiles that turn
-                out negligible.
+* `pbs_attn`: PBS-Attn: Sparser Block-Sparse Attention via Token Permutation (arXiv 2510.21270).
+* `pbs_attn_plus`: PBS-Attn+: PBS-Attn's order with XAttention's scores (arXiv 2510.21270, appendix B.2).
+* `mean_pooling`: MeanPooling: the baseline of PBS-Attn (arXiv 2510.21270, section 4.1).
+* `bfla`: BFLA: Block-Filtered Long-Context Attention.
+* `s2o`: S2O: Early Stopping for Sparse Attention via Online Permutation.
+* `xattention`: XAttention: Block Sparse Attention with Antidiagonal Scoring (arXiv 2503.16428).
+* `flex_prefill`: FlexPrefill: a context-aware sparse attention mechanism (arXiv 2502.20766).
+* `minference`: MInference 1.0: vertical-slash heads (arXiv 2407.02490).
+* `a_shape`: A-shape: the start of the prompt and a local window (StreamingLLM's pattern; MInference, arXiv
+  2407.02490).
+* `tri_shape`: Tri-shape: A-shape, with dense rows at the end of the prompt (MInference's released code).
+* `triangle_mix`: TriangleMix: dense attention in the first layers, tri-shape in the others (arXiv 2507.21526).
+* `flash_prefill`: FlashPrefill: Instantaneous Pattern Discovery and Thresholding (arXiv 2603.06199).
+* `prism`: Prism: Spectral-Aware Block-Sparse Attention (arXiv 2602.08426).
+* `stem`: Stem: Rethinking Causal Information Flow in Sparse Attention (arXiv 2603.06274).
+* `skip_softmax`: Skip-softmax (BLASST, arXiv 2512.12087): attention over all keys, without the tiles that turn out
+  negligible.
 """
 
 from __future__ import annotations

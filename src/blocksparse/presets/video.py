@@ -1,14 +1,13 @@
 """Presets for images and videos, and SpargeAttn's, which serves text as well: one function for each paper.
 
-sparge     SpargeAttn: Accurate Sparse Attention Accelerating Any Model Inference (arXiv 2502.18137).
-subblock   SubBlock: the sparse attention of SGLang for video, by sums over sub-blocks.
-sol_attn   Sol-Attn: the selection of NVIDIA's video attention (arXiv 2607.24027).
-dfs_attn   DFSAttn: video attention by sums of cells along a space-filling curve (arXiv 2605.23445).
-radial     Radial Attention: a static mask for video, ever sparser with the distance of frames (arXiv
-           2506.19852).
-nabla      NABLA: Neighborhood Adaptive Block-Level Attention (arXiv 2507.13546).
-lva        LVSA: sparse attention for long videos, with frames in turn that all look at (arXiv 2605.31057).
-svg2       SVG2: Sparse VideoGen2, by clusters of like tokens (arXiv 2505.18875), in blocks of a fixed size.
+* `sparge`: SpargeAttn: Accurate Sparse Attention Accelerating Any Model Inference (arXiv 2502.18137).
+* `subblock`: SubBlock: the sparse attention of SGLang for video, by sums over sub-blocks.
+* `sol_attn`: Sol-Attn: the selection of NVIDIA's video attention (arXiv 2607.24027).
+* `dfs_attn`: DFSAttn: video attention by sums of cells along a space-filling curve (arXiv 2605.23445).
+* `radial`: Radial Attention: a static mask for video, ever sparser with the distance of frames (arXiv 2506.19852).
+* `nabla`: NABLA: Neighborhood Adaptive Block-Level Attention (arXiv 2507.13546).
+* `lva`: LVSA: sparse attention for long videos, with frames in turn that all look at (arXiv 2605.31057).
+* `svg2`: SVG2: Sparse VideoGen2, by clusters of like tokens (arXiv 2505.18875), in blocks of a fixed size.
 """
 
 from __future__ import annotations

@@ -114,9 +114,9 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
     Args:
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.
-        variance: how the variance of a row's logits is computed. "exact" computes it from the logits. "diagonal"
-            takes each channel of the mean keys as independent of the others, `sum_d q_d^2 Var k_d`, the default of
-            Sol-Attn's code. Both are over the blocks that the row may see.
+        variance: how the variance of a row's logits is computed. With "exact" it is computed from the logits. With
+            "diagonal" each channel of the mean keys counts as independent of the others, `sum_d q_d^2 Var k_d`. It
+            is the default of Sol-Attn's code. Both are over the blocks that the row may see.
     """
 
     block: int = field(default=64, converter=whole, validator=block_size)
@@ -184,9 +184,9 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         block: slots per block, on both sides unless `k_block` is given.
         k_block: slots per key block.
         temperature: what the logits are divided by. None measures it per head. It is the ratio of the means of the
-            band to those of all channels (root mean squares over all blocks and channels), times the root of the
-            band's share of channels. It is measured over all blocks of a call. So the choice depends a little on
-            later tokens and on how a prompt is chunked.
+            band to those of all channels, times the root of the band's share of channels. These means are root
+            mean squares over all blocks and channels. It is measured over all blocks of a call. So the choice
+            depends a little on later tokens and on how a prompt is chunked.
     """
 
     band: tuple[float, float] = field(validator=part_of_all)

@@ -54,9 +54,9 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             ("sum"). With "sum", the mean query and the mean key of each cell are rounded to the dtype of `q` and
             multiplied, which takes a `stride`-th of the multiplications.
         forced: force the block of token 0 and the diagonal, and count their mass, as in XAttention. `False` leaves
-            both to the selector. After a permuter that keeps keys inside segments of whole blocks, such as
-            `SegmentKeySort`, `False` also forces the segment that a causal row lies in, and leaves it out of the
-            softmax, as in PBS-Attn. Not causal: nothing is forced, as in the released code.
+            both to the selector. Some permuters keep keys inside segments of whole blocks, such as
+            `SegmentKeySort`. After these, `False` also forces the segment that a causal row lies in, and leaves it
+            out of the softmax, as in PBS-Attn. Not causal: nothing is forced, as in the released code.
         padded_tail: leave the empty slots of a short cell at zero, as the released code does.
         normalize: take a softmax for each query cell, as XAttention does. `False` takes one for all query cells of
             a row of blocks together, so that a cell counts by the size of its weights. A block's mass is then the
@@ -226,8 +226,9 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
 
     A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their slots `t`: the
     sum of the main diagonal of their `g x g` logits. The score of a block is the greatest product of a query group
-    and a key group in it. A pair of groups takes part if some query of the row of blocks may see some key of the
-    key group, and if some slot has a token in both groups. Short groups are compared over these slots only.
+    and a key group in it. A pair of groups takes part on two conditions. Some query of the row of blocks may see
+    some key of the key group, and some slot has a token in both groups. Short groups are compared over these slots
+    only.
 
     The paper does not divide the sum by `g`. The spread of the sums grows with `g`, so that the softmax over
     blocks is close to one-hot and a target for the mass has little effect. `per_token` divides the sums.

@@ -95,15 +95,13 @@ def check_scorer(
     """Call `scorer` with prompts and chunks, in every order that it takes, and check the scores.
 
     The grid of the scores must belong to the permutation that was given. No score may be NaN, and no `BlockMass`
-    negative.
-    The same inputs must give the same scores, a batch entry must have the scores that it has alone, and nothing
-    may be written into the inputs. Where every query sees every key, moved tokens must have the scores of tokens
-    that stand there. Query heads must have the scores that they have if each has its KV head to itself, and a
-    `BlockMass` must follow from the products of `q` and `scale`. In a causal call, the score of a block must stay
-    the same in three cases: the prompt is cut after it, later tokens change, or the call has only a chunk of the
-    queries. If it keeps a history, chunks must have with it the very scores that they have without. A
-    `ValueScorer` gets values in addition to the keys, moved, cut and changed with them, and must reject a call
-    without values.
+    negative. The same inputs must give the same scores, a batch entry must have the scores that it has alone, and
+    nothing may be written into the inputs. Where every query sees every key, moved tokens must have the scores of
+    tokens that stand there. Query heads must have the scores that they have if each has its KV head to itself, and
+    a `BlockMass` must follow from the products of `q` and `scale`. In a causal call, a block must keep its score
+    when the prompt is cut after it, when later tokens change, and in calls of a chunk of the queries. If it keeps
+    a history, chunks must have with it the very scores that they have without. A `ValueScorer` gets values in
+    addition to the keys, moved, cut and changed with them, and must reject a call without values.
 
     Args:
         causal: whether calls are causal. None for both kinds.

@@ -38,8 +38,8 @@ def structured(
 ) -> QKV:
     """`q` `[1, Hq, N, D]`, `k`, `v` `[1, Hkv, N, D]` with structure as real heads have it, at any length.
 
-    Stretches of about `stretch` tokens have one of a few topics, which come back, and a query is drawn to its
-    topic: weakly in the first query head, sharply in the last. Every query is drawn to the first tokens, to the
+    Stretches of about `stretch` tokens have one of a few topics, which come back. A query is drawn to its topic,
+    weakly in the first query head and sharply in the last. Every query is drawn to the first tokens, to the
     opening (a system prompt), and to one key in 256. Drawn one head after another from the device's generator.
 
     As logits: 6 to 8 for the own topic, 7 for the opening, 8 for a heavy key, 10 for the sink, a few tenths of

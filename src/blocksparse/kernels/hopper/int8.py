@@ -87,7 +87,7 @@ def operands_of(weight, WEIGHT: gl.constexpr, C):
     No fp8 weight moves between threads. Of 16 keys, thread `t` of a row has the weights of `2 t`, `2 t + 1`, `2 t + 8` and
     `2 t + 9` (`hopper/rows.py`). The fp8 operand takes from it the columns `4 t` to `4 t + 3`, in one register. So the four
     weights are used as these columns. The product sums over keys in any order, as long as values stand in the same
-    one: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. They are stored so (`tile_operands.py`).
+    one. They are stored in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15 (`tile_operands.py`).
     """
     if not C.PV8:
         operands = (weight,)

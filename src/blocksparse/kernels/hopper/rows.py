@@ -1,10 +1,10 @@
 """Rows of scores in the registers of a consumer on Hopper: which keys are allowed, maxima and sums.
 
 The matrix product of a warp group (wgmma) leaves scores `[64, n]`, of 64 queries and `n` keys, in registers. Warp `w` has
-rows `16 w` to `16 w + 15`. Lane `l` of it has the rows `16 w + l // 4` and `16 w + l // 4 + 8`. Of each row it has the
-columns `8 j + 2 t` and `8 j + 2 t + 1` for `t = l % 4` and all `j` below `n / 8`. So four threads `t` share a row, and each
-of them has `n / 4` keys of it. `by_thread` gives each of these indices an axis: `[64, n / 8, 4, 2]` is row, `j`, `t` and
-which of the two. A number for each row and thread, such as a partial sum, is `[64, 4]`.
+rows `16 w` to `16 w + 15`. Lane `l` of it has the rows `16 w + l // 4` and `16 w + l // 4 + 8`. Of each row lane `l` has
+the columns `8 j + 2 t` and `8 j + 2 t + 1`. Here `t = l % 4`, and `j` is any number below `n / 8`. So four threads `t`
+share a row, and each of them has `n / 4` keys of it. `by_thread` gives each of these indices an axis: `[64, n / 8, 4, 2]`
+is row, `j`, `t` and which of the two. A number for each row and thread, such as a partial sum, is `[64, 4]`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def query_positions(given, b, h, row, WG: gl.constexpr, C, LAYOUT: gl.constexpr)
 def _keep_asm(n):
     """PTX for `_kept`: of `n` numbers, number `i` becomes -inf unless its bit is set.
 
-    By the order that `on_registers` states, number `i` is of row `i / 2 % 2` and of that row's key `i / 4 * 2 + i % 2`,
+    By the order that `on_registers` states, number `i` is of row `i / 2 % 2`. It is of that row's key `i / 4 * 2 + i % 2`,
     which is also its bit. The constant 0fFF800000 is -inf.
     """
     n = int(n)

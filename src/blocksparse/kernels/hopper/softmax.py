@@ -194,11 +194,12 @@ def _entry(tile, J: gl.constexpr, THREAD: gl.constexpr):
 
 @gluon.jit
 def softmax(scores, reference, scale, FIRST: gl.constexpr, HALF: gl.constexpr, ROUNDED: gl.constexpr):
-    """Weights `[64, n]` of `scores`; then, each for a row and thread `[64, 4]`, the sum of its weights, the reference that
-    they are relative to, and the factor that makes sums relative to it of sums relative to `reference`.
+    """Weights `[64, n]` of `scores`, their sums, their reference, and the factor for earlier sums.
 
-    With `FIRST` rows take their maxima, and `reference` is a floor under these. Weights fit into `HALF`, and are of that type
-    if they are to be `ROUNDED`, and of fp32 otherwise.
+    All but the weights are `[64, 4]`, for each row and thread. Weights are relative to the reference that is returned. The
+    factor turns sums that are relative to `reference` into sums that are relative to the new one. With `FIRST` rows take
+    their maxima, and `reference` is a floor under these. Weights fit into `HALF`, and are of that type if they are to be
+    `ROUNDED`, and of fp32 otherwise.
     """
     N: gl.constexpr = scores.shape[1] // 2
     DTYPE: gl.constexpr = HALF if ROUNDED else gl.float32

@@ -18,10 +18,10 @@ short ones fill the end of the launch.
 
 An entry of the work list is three int64, which the warp that loads keys hands to the other warps:
 
-    item        the split's first block in its row's list (bits 0 to 23), and how many full blocks (bits 24 to 43) and partial
-                blocks (bits 44 to 63) it has; -1 in entries after the last one
-    coords      those of the tile of queries, as `pack_coords` of `hopper/tile_scheduler.py` has them
-    split slot  the number of the split's result among all results of splits; -1 if the list is not divided
+    * `item`: the split's first block in its row's list (bits 0 to 23), its full blocks (bits 24 to 43) and its partial
+      blocks (bits 44 to 63). Entries after the last one are -1.
+    * `coords`: those of the tile of queries, as `pack_coords` of `hopper/tile_scheduler.py` has them.
+    * `split slot`: the number of the split's result among all results of splits; -1 if the list is not divided.
 """
 
 from __future__ import annotations

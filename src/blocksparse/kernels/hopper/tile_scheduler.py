@@ -2,16 +2,15 @@
 
 Terms that these kernels share:
 
-    tile of queries  what a program computes at a time: 64 queries for each of its consumers, all of one head and of one
-                     row of blocks. Such tiles are numbered across the launch, and the scheduler, a counter in
-                     global memory, hands the numbers out.
-    row              in the kernels, the number of a tile of queries within its head; `row // Q_SPLIT` is the row of
-                     the mask's blocks whose list it uses.
-    tile of keys     the `BLOCK_N` keys that one step of a consumer computes.
-    piece            a run of `min(k_block, BLOCK_N)` slots of one block. A block wider than `BLOCK_N` has `K_SPLIT`
-                     pieces, each a tile of keys; of narrower blocks `PIECES` fill one tile of keys, and they may come
-                     from anywhere.
-    stage            one of `STAGES` buffers in shared memory, for one tile of keys, or of values.
+    * `tile of queries`: what a program computes at a time: 64 queries for each of its consumers, all of one head and of one
+      row of blocks. Such tiles are numbered across the launch, and the scheduler, a counter in global memory, hands the
+      numbers out.
+    * `row`: in the kernels, the number of a tile of queries within its head; `row // Q_SPLIT` is the row of the mask's
+      blocks whose list it uses.
+    * `tile of keys`: the `BLOCK_N` keys that one step of a consumer computes.
+    * `piece`: a run of `min(k_block, BLOCK_N)` slots of one block. A block wider than `BLOCK_N` has `K_SPLIT` pieces, each
+      a tile of keys. Of narrower blocks `PIECES` fill one tile of keys, and they may come from anywhere.
+    * `stage`: one of `STAGES` buffers in shared memory, for one tile of keys, or of values.
 
 A row's list names its full blocks first, then its partial blocks, which are masked. It is walked from its end, so that
 the masked steps come first. Step 0 is always masked: if the number of pieces is not a multiple of `PIECES`, it is the
@@ -84,10 +83,10 @@ def tile_coords(item, rows, kv_heads, group):
 def pack_coords(b, h, h_key, row):
     """The coordinates of a tile of queries in an int64.
 
-        bits 0 to 15    row, the number of the tile of queries in its head
-        bits 16 to 31   KV head
-        bits 32 to 47   query head
-        bits 48 to 63   batch entry, below 2^15, for the shift that unpacks it copies the sign
+        * bits 0 to 15: row, the number of the tile of queries in its head
+        * bits 16 to 31: KV head
+        * bits 32 to 47: query head
+        * bits 48 to 63: batch entry, below 2^15, for the shift that unpacks it copies the sign
 
     Only `load_keys` works it out, since `tile_coords` divides, and hands it to the other warps.
     """
@@ -144,9 +143,9 @@ def counts_of(tile, given, C):
 def pack_item(tile, tiles, full, partial):
     """A packed work item: the number of a tile of queries and the counts of its row in one int64; -1 after the last tile.
 
-        bits 0 to 23    number of the tile of queries
-        bits 24 to 43   full blocks in its row's list
-        bits 44 to 63   partial blocks, below 2^19: the sign bit stays 0, so that only -1 is negative
+        * bits 0 to 23: number of the tile of queries
+        * bits 24 to 43: full blocks in its row's list
+        * bits 44 to 63: partial blocks, below 2^19: the sign bit stays 0, so that only -1 is negative
 
     Where lists are split, items come from the work list instead, and bits 0 to 23 name a block (`hopper/split_kv.py`).
     `HopperTiles.too_many` refuses what does not fit. It is one number, because Triton 3.6 drops a value that a loop

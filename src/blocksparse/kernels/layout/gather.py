@@ -18,11 +18,11 @@ On GPUs one launch does it, which reads the table itself, whatever strides the c
 
 Channel `i` and channel `i + D / 2` are a pair; `first` and `end` count pairs.
 
-    share        = 2 (end - first) / D
-    smaller(x)   = rms(x[band]) / rms(x), over all blocks of a head and the channels; at least `LEAST_RMS`
-    temperature  = sqrt(share) smaller(mean queries) smaller(mean keys), unless it is given
+    share        = 2 (end - first) / D smaller(x)   = rms(x[band]) / rms(x) temperature  = sqrt(share) smaller(mean queries)
+    smaller(mean keys)
 
-Queries are divided by it.
+`rms` is over all blocks of a head and the channels, and `smaller` is at least `LEAST_RMS`. Queries are divided by the
+temperature, or by the one that is given.
 """
 
 from __future__ import annotations

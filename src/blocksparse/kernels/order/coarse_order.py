@@ -11,7 +11,8 @@ more sets the sign bit, so a step is read back as `kept >> 24 & 255`.
 
     score[g, j] = mean[g] . k[j]                                  over the keys j < until + g * S
     step[g, j]  = floor(256 * (high - score) / (high - low))      at least 0 and at most 255
-    out[g]      = the keys by rising step, equal steps by position; then -1
+
+`out[g]` has the keys by rising step, and those of equal steps by position. After the last one it has -1.
 
 `high` and `low` are the greatest and the least finite score of every eighth key of a row, j = 7, 15, 23 and so on. That
 takes an eighth of the work, and the first token, whose score often stands far out, has no part in the range.

@@ -261,8 +261,9 @@ def last_query_sums_triton(last_q: Tensor, k: Tensor, scale: float, run: int) ->
     """Launch the kernels; arguments as in `last_query_sums`.
 
     A tile has the logits of all queries with one block of keys. Its distances lie in up to three bands. Row `r` and column
-    `c` of the tile are in part 0 if `c >= r + offset`, in part 2 if `c < r + offset - RUN`, else in part 1. For each query a
-    tile stores its maximum, and the sums of its weights relative to it in each part. A second launch joins them.
+    `c` of the tile are in part 0 if `c >= r + offset`. They are in part 2 if `c < r + offset - RUN`, else in part 1. For
+    each query a tile stores its maximum, and the sums of its weights relative to it in each part. A second launch joins
+    them.
     """
     (B, Hq, P, D), (_, H, N, _) = last_q.shape, k.shape
     last_q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (last_q, k))

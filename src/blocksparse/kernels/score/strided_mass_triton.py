@@ -97,9 +97,9 @@ def strided_mass_triton(
 def _options(high: int, block_n: int, wide: int) -> dict[str, int]:
     """Options of the second kernel.
 
-    These are how many tiles of totals and of sums a program holds at a time, how many cells' sums it asks for at once (0 for
-    all), and its warps. None of them depends on the prompt's length, so that a cell has the same mass in a chunk as in the
-    whole prompt.
+    These are how many tiles of totals and of sums a program holds at a time, and its warps. `UNROLLED` is how many cells'
+    sums it asks for at once (0 for all). None of them depends on the prompt's length, so that a cell has the same mass in a
+    chunk as in the whole prompt.
     """
     if high > _MANY:
         sums = max(_SUMS * wide // (high * block_n), 1)

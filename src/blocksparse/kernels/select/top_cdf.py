@@ -12,6 +12,7 @@ that is taken, the kernel compiled for CPUs takes blocks from a heap, and the pl
 `row_share`: The blocks with at least a share of their row's best block, or of their row's mass.
 
     peak:  keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] max_col values[b, h, row] > 0
+
     row:   keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] sum_col values[b, h, row] / sqrt(n[row]) > 0
 
 with the number `n` of blocks that the row can reach; and those that are forced, on the diagonal, or in `always`.

@@ -7,9 +7,10 @@ distances, from one number to another, so it is crossed if the count grows betwe
 
 The heaviest lines (columns, bands or distances) of each head are as many as hold a share of the mass, or a number:
 
-    fewest    the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them; for two kinds at once
-    heaviest  the `count` heaviest lines; the first `first` come before all others, and those that are spared are left out;
-              `heaviest_of_both` does it for two kinds
+    * `fewest`: the heaviest lines until they hold `mass`, but at least `least` and at most `most` of them. It does this for
+      two kinds at once.
+    * `heaviest`: the `count` heaviest lines. The first `first` come before all others, and those that are spared are left
+      out. `heaviest_of_both` does it for two kinds.
 
 `fewest` and `heaviest_of_both` give running counts, `heaviest` which lines are taken.
 

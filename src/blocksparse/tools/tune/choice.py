@@ -72,12 +72,12 @@ def hoped_losses(
 
     Errors order the settings of one preset in one layer. They do not compare layers or presets. The same error
     raises the KL more in some layers than in others, and `s2o` has the smallest error and the highest KL at
-    answers. So the logarithm of a KL is modelled as a sum of four terms: a number for the unit, one for the
-    preset, a multiple of the logarithm of the error, and a constant. Noise changes it by a factor of e. If nothing
-    were known, all numbers but the constant would be 0, and the multiple 2, give or take 1. The model is fitted by
-    Bayesian linear
-    regression: least squares over the known losses with one more row for each number. The variance of an estimate
-    is that of the noise plus that of the fit. So hope is greatest where least is known of a unit or a preset.
+    answers. So the logarithm of a KL is modelled as a sum of four terms. These are a number for the unit, one for
+    the preset, a multiple of the logarithm of the error, and a constant. Noise changes it by a factor of e. If
+    nothing were known, all numbers but the constant would be 0, and the multiple 2, give or take 1. The model is
+    fitted by Bayesian linear regression: least squares over the known losses with one more row for each number.
+    The variance of an estimate is that of the noise plus that of the fit. So hope is greatest where least is known
+    of a unit or a preset.
 
     Args:
         known: losses of some units and candidates, at least one.

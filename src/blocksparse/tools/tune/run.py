@@ -92,7 +92,7 @@ def tune(
             model and prompts but, say, another budget reuses its measurements.
         budget: the limits on the plan's KL.
         candidates: what may attend in a layer. Dense attention always may. A candidate that keeps 90 % of the work
-            of a layer or more is never taken there: it saves little, and a window that suffices here may not in
+            of a layer or more is never taken there. It saves little, and a window that suffices here may not in
             longer prompts.
         minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
         batch: how many prompts a call will have. Times are those of such calls.
