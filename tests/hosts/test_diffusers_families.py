@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,18 @@ def test_layers_count_in_the_order_in_which_they_run(case: Case) -> None:
     assert list(dict.fromkeys(blocks)) == list(
         dict.fromkeys(layer.name.rsplit(".", 1)[0] for layer in attachment.layers)
     )
+
+
+def test_masks_of_chroma() -> None:
+    """`ChromaPipeline` passes numbers, which diffusers adds to the logits: they are not padding."""
+    model, inputs = made(MORE["chroma"]), given(MORE["chroma"], SMALL)
+    mask = inputs["attention_mask"]
+    hides_cells = mask.clone()
+    hides_cells[:, -9:] = False
+    for other, reason in ((mask.float(), "mask"), (hides_cells, "tokens of no whole grid"), (mask, None)):
+        recorder = DensityRecorder()
+        expected = model(**{**inputs, "attention_mask": other}).sample
+        with attached(model, recorder=recorder):
+            actual = model(**{**inputs, "attention_mask": other}).sample
+        assert torch.equal(actual, expected) == (reason is not None)
+        assert recorder.dense_calls() == {layer: Counter({reason: 1}) for layer in range(3) if reason is not None}

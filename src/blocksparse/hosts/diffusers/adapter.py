@@ -240,8 +240,11 @@ class DiffusersAdapter:
             return "cross attention"
         if text not in layout.texts:
             return "other tokens"
-        if attn_mask is not None and not (layout.real and len(layout.real) == q.shape[0] and text == layout.text):
-            return "mask"
+        if attn_mask is not None:
+            if attn_mask.dtype != torch.bool:  # numbers are added to the logits, also 1 for tokens that are real
+                return "mask"
+            if not (layout.real and len(layout.real) == q.shape[0] and text == layout.text):
+                return "mask"
         if is_causal:
             return "causal"
         if dropout_p:

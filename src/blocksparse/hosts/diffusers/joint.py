@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from blocksparse.hosts.diffusers.family import (
@@ -50,10 +51,10 @@ def _chroma(config: Any, given: Arguments) -> TokenLayout | None:
     layout, mask = _flux(config, given), given["attention_mask"]
     if layout is None or mask is None:
         return layout
-    of_text = mask[:, : layout.text].bool()
-    return (
-        TokenLayout(layout.grids, layout.text, layout.before, counts(of_text)) if padding_ends(of_text) else None
-    )
+    of_text, of_pictures = mask[:, : layout.text].bool(), mask[:, layout.text :].bool()
+    if not (of_pictures.all() and padding_ends(of_text)):
+        return None
+    return evolve(layout, real=counts(of_text))
 
 
 def _qwen_image(_: Any, given: Arguments) -> TokenLayout | None:
