@@ -23,6 +23,7 @@ from torch import Tensor
 pytest.importorskip("diffusers")
 
 import diffusers
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from tests.hosts.diffusion_models import CASES, LARGE, SMALL, TEXT, Case, at, given, positions
 from tests.hosts.diffusion_pipelines import PIPELINES
 
@@ -667,8 +668,6 @@ def test_fused_projections_and_half_precision(name: str) -> None:
 
 def test_image_prompts() -> None:
     """The second attention of their processor is to the image prompt."""
-    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-
     model, inputs, recorder = made(CASES["flux"]), given(CASES["flux"], SMALL), DensityRecorder()
     model.transformer_blocks[0].attn.set_processor(FluxIPAdapterAttnProcessor(32, 16, (4,)))
     inputs["joint_attention_kwargs"] = {"ip_hidden_states": [torch.randn(1, 1, 4, 16)]}
@@ -752,6 +751,36 @@ def test_an_interrupt_from_the_keyboard() -> None:
     assert (run(model, inputs) - dense).abs().max() > 1e-2
     attachment.detach()
     assert torch.equal(run(model, inputs), dense)
+
+
+def test_copies_have_what_was_set_since() -> None:
+    """The scale of an image prompt, which pipelines set on the processor."""
+    model, inputs = made(CASES["flux"]), given(CASES["flux"], SMALL)
+    attention = model.transformer_blocks[0].attn
+    attention.set_processor(FluxIPAdapterAttnProcessor(32, 16, (4,)))
+    inputs["joint_attention_kwargs"] = {"ip_hidden_states": [torch.randn(1, 1, 4, 16)]}
+    before = run(model, inputs)
+    with attached(model):
+        attention.processor.scale = [0.0]
+        copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    expected = run(model, inputs)
+    assert not torch.equal(expected, before)
+    assert torch.equal(run(copied, inputs), expected)
+    assert torch.equal(run(pickled, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_processors_that_somebody_kept_are_as_the_models_own(name: str) -> None:
+    """As `fuse_qkv_projections` of CogVideoX keeps them, to put them back later."""
+    model, inputs = made(CASES[name]), given(CASES[name], SMALL)
+    expected = run(model, inputs)
+    with attached(model):
+        kept, sparse = model.attn_processors, run(model, inputs)
+    model.set_attn_processor(kept)
+    assert torch.equal(run(model, inputs), expected)
+    with attached(model):
+        assert torch.equal(run(model, inputs), sparse)
+    assert torch.equal(run(copy.deepcopy(model), inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from blocksparse.hosts.diffusers.adapter import DiffusersAdapter
-from blocksparse.hosts.diffusers.backend import BACKEND, OWN, REDIRECT, DispatcherBackend, Redirect
+from blocksparse.hosts.diffusers.backend import BACKEND, DispatcherBackend, Redirect, own_of
 from blocksparse.launch.torch_modes import is_checkpointed
 
 _OUTSIDE = "the layout of a call is read outside compiled code"
@@ -48,12 +48,16 @@ class Layer:
         )
 
     def restore(self) -> None:
-        """Give the module its own processor back, with what was set on the stand-in in the meantime."""
-        added = BACKEND, OWN, REDIRECT
-        kept = {name: value for name, value in vars(self.stand_in).items() if name not in added}
-        vars(self.own).update(kept)
+        """Give the module its own processor back, with what was set on the stand-in in the meantime.
+
+        The stand-in becomes one like it: diffusers may have kept it, to put it back after projections were fused.
+        """
+        own = own_of(self.stand_in)
+        self.stand_in.__class__ = type(own)
+        vars(self.stand_in).clear()
+        vars(self.stand_in).update(vars(own))
         if self.module.processor is self.stand_in:
-            self.module.processor = self.own
+            self.module.processor = own
 
 
 @final

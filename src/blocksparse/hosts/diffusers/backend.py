@@ -195,6 +195,13 @@ def stand_in(processor: Any, to: DispatcherBackend | Redirect) -> Any:
     return twin
 
 
+def own_of(twin: Any) -> Any:
+    """The processor for which `twin` stands in, with what was set since, such as the scale of an IP adapter."""
+    added = BACKEND, OWN, REDIRECT
+    vars(twin.stands_in_for).update({name: value for name, value in vars(twin).items() if name not in added})
+    return twin.stands_in_for
+
+
 @cache
 def _kind(kind: Any, *, redirected: bool) -> Any:
     """A subclass of a class of processors, one for all layers, so that compiled code serves all of them."""
@@ -213,8 +220,8 @@ def _kind(kind: Any, *, redirected: bool) -> Any:
     # Models ask for the names of the arguments that a processor takes, and find them through this attribute.
     call_redirected.__wrapped__ = kind.__call__  # type: ignore[attr-defined]
     methods: dict[str, Any] = {
-        "__deepcopy__": lambda self, memo: deepcopy(self.stands_in_for, memo),
-        "__reduce__": lambda self: (copy, (self.stands_in_for,)),
+        "__deepcopy__": lambda self, memo: deepcopy(own_of(self), memo),
+        "__reduce__": lambda self: (copy, (own_of(self),)),
         "__module__": kind.__module__,
     }
     return type(kind.__name__, (kind,), methods | ({"__call__": call_redirected} if redirected else {}))
