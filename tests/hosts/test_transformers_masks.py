@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
+from tests.hosts.small_models import small_model
 from tests.hosts.test_transformers import (
     DENSE_LIMIT,
     SIZES,
@@ -31,7 +32,7 @@ from tests.hosts.test_transformers import (
 from tests.hosts.test_transformers_models import LAYERS_OF, SEQ2SEQ, assert_same, random_model
 
 from blocksparse.hosts.transformers import DensityRecorder, attach
-from blocksparse.hosts.transformers.mask_request import reads_as_numbers
+from blocksparse.hosts.transformers.mask_request import reads_as_numbers, widens
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.layers.schedule import Schedule
 
@@ -242,6 +243,7 @@ def test_a_mask_is_not_added_to_numbers() -> None:
     [
         (git, "GitSelfAttention"),
         (informer, "InformerProbSparseAttention"),
+        (lambda: small_model("deepseek_v4"), "DeepseekV4Attention"),
         (routed, "NllbMoeTop2Router"),
         (lambda: big_bird_encoder("original_full"), "BigBirdPegasusSelfAttention"),
         (lambda: big_bird_encoder("block_sparse"), "BigBirdPegasusSelfAttention"),  # it changes for short prompts
@@ -254,10 +256,11 @@ def test_models_that_do_arithmetic_on_masks_are_refused(build: Callable[[], Any]
     assert model.config._attn_implementation == build().config._attn_implementation
 
 
-READERS = {  # of models that ask for functions elsewhere; whoever is new here is refused, so look at what it does
+READERS = {  # whoever is new here is refused, so look at what it does
     "bigbird_pegasus": {"BigBirdPegasusSelfAttention"},
     "clap": {"ClapAudioSelfAttention"},
     "conditional_detr": {"ConditionalDetrMHAttentionMap"},
+    "deepseek_v4": {"DeepseekV4Attention"},  # its mask gets columns for the keys that it adds
     "detr": {"DetrMHAttentionMap"},
     "git": {"GitSelfAttention"},
     "informer": {"InformerProbSparseAttention"},
@@ -278,7 +281,7 @@ def test_which_classes_do_arithmetic_on_masks() -> None:
                 continue
             methods = [x for x in part.body if isinstance(x, ast.FunctionDef)]
             asks = any(x.name == "forward" and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(x) for x in methods)
-            if not asks and any(map(reads_as_numbers, methods)):
+            if any(map(widens if asks else reads_as_numbers, methods)):
                 found.setdefault(file.parent.name, set()).add(part.name)
     if transformers.__version__.startswith("5.23."):
         assert found == READERS

@@ -208,8 +208,9 @@ def asks_for_its_function(module: type[nn.Module]) -> bool:
 def uses_own_masks(module: type[nn.Module]) -> str | None:
     """The name of the class that does arithmetic on a mask, or None: `module`, or one that it may turn into.
 
-    A module that asks transformers for its function leaves the mask to that function. BigBirdPegasus changes the
-    class of its attention in a call, so the classes that other methods than `__init__` name count too.
+    A module that asks transformers for its function leaves the mask to that function, unless it adds columns of
+    numbers to the mask. BigBirdPegasus changes the class of its attention in a call, so the classes that other
+    methods than `__init__` name count too.
     """
     named = (
         method.__globals__.get(name)
@@ -220,16 +221,24 @@ def uses_own_masks(module: type[nn.Module]) -> str | None:
     for part in (module, *named):
         if not (isinstance(part, type) and issubclass(part, nn.Module)):
             continue
-        ours = part.__module__ == module.__module__ and not asks_for_its_function(part)
-        if ours and any(map(_reads, _methods(part))):
+        rule = widens if asks_for_its_function(part) else reads_as_numbers
+        if part.__module__ == module.__module__ and any(_does(rule, x) for x in _methods(part)):
             return part.__name__
     return None
 
 
+def widens(function: ast.FunctionDef) -> bool:
+    """Whether a function appends to a mask that it is given, as for keys that a model adds."""
+    joined = (
+        x.args[0] for x in ast.walk(function) if isinstance(x, ast.Call) and ast.unparse(x.func) == "torch.cat"
+    )
+    parts = (part for each in joined if isinstance(each, ast.List | ast.Tuple) for part in each.elts)
+    return not _masks(function).isdisjoint(map(_viewed, parts))
+
+
 def reads_as_numbers(function: ast.FunctionDef) -> bool:
     """Whether a function adds a mask that it is given, or takes a row of it, and never asks for bools."""
-    masks = {x.arg for x in (*function.args.args, *function.args.kwonlyargs) if x.arg.endswith("mask")}
-    nodes = list(ast.walk(function))
+    masks, nodes = _masks(function), list(ast.walk(function))
     if not masks or any(isinstance(x, ast.Attribute) and ast.unparse(x) == "torch.bool" for x in nodes):
         return False
     named = [x for x in nodes if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Name)]
@@ -252,6 +261,10 @@ def reads_as_numbers(function: ast.FunctionDef) -> bool:
         if isinstance(node, ast.Subscript) and _viewed(node) in masks and _is_row(node.slice):
             return True
     return False
+
+
+def _masks(function: ast.FunctionDef) -> set[str]:
+    return {x.arg for x in (*function.args.args, *function.args.kwonlyargs) if x.arg.endswith("mask")}
 
 
 def _is_one_of(masks: set[str], value: ast.expr) -> bool:
@@ -287,7 +300,8 @@ def _methods(module: type[nn.Module]) -> Iterator[FunctionType]:
             yield from (x for x in given if isinstance(x, FunctionType))
 
 
-def _reads(method: FunctionType) -> bool:
+def _does(rule: Callable[[ast.FunctionDef], bool], method: FunctionType) -> bool:
+    """Whether a rule holds of what a method does with the masks that it is given."""
     names = method.__code__.co_varnames[: method.__code__.co_argcount + method.__code__.co_kwonlyargcount]
     if not any(name.endswith("mask") for name in names):
         return False
@@ -295,4 +309,4 @@ def _reads(method: FunctionType) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     except (OSError, SyntaxError):  # without its source nothing is known
         return False
-    return any(isinstance(x, ast.FunctionDef) and reads_as_numbers(x) for x in tree.body)
+    return any(isinstance(x, ast.FunctionDef) and rule(x) for x in tree.body)
