@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from attrs import evolve, frozen
+from tests.hosts.small_models import small_model
 from tests.hosts.test_transformers import (
     DENSE_LIMIT,
     MODELS,
@@ -492,6 +493,19 @@ def test_masks_of_one_row_are_for_all_queries(heads: int, monkeypatch: pytest.Mo
     with attached(model, DensityRecorder()) as attachment:
         attend = transformers.AttentionInterface._global_mapping[attachment.key]
         torch.testing.assert_close(attend(module, q, k, v, added, **given)[0], expected)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Inkling2TextConfig"), reason="transformers is too old")
+def test_a_sink_for_each_query_goes_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inkling 2 has them, `[B, Hq, M, 1]`, and a position bias."""
+    import blocksparse.hosts.transformers.dense as integration
+
+    monkeypatch.setattr(integration, "LOGITS_AT_ONCE", 1)
+    model, ids, recorder = small_model("inkling2_text"), tokens(80), DensityRecorder()
+    expected = model(ids).logits
+    with attached(model, recorder):
+        assert_same(model(ids).logits, expected)
+    assert all_dense(recorder, "position bias")
 
 
 def test_a_whole_layer_may_be_dense_for_its_head_dim() -> None:

@@ -16,6 +16,7 @@ from blocksparse.hosts.transformers.call import AttentionCall
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 
 _ONLY_EAGER = ("softcap", "s_aux", "sinks")
+_BY_QUERY = ("position_bias", "s_aux", "sinks")  # `[B|1, Hq|1, M|1, N|1]`, if they have four dimensions
 # Models that choose keys themselves turn their choice into a mask only for "eager" and "sdpa", not for others.
 _CHOSEN_KEYS = ("indices", "block_indices")
 # Eager attention has about so many logits at once, and sdpa so many entries of a mask.
@@ -48,15 +49,16 @@ def dense(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             return _chunk(call, call.seen), None
         # sdpa knows a whole causal prompt by `is_causal`, and so takes no mask for it.
         mask = PromptMask((B, 1, M, N), call.seen, call.query.device) if eager or M != N else None
-    attend, bias = _eager(call) if eager else _sdpa(call), kwargs.get("position_bias")
+    attend = _eager(call) if eager else _sdpa(call)
     key, value = call.key, call.value
     if call.wants_weights or mask is None or not (eager or isinstance(mask, PromptMask)):
         out, weights = attend(
             call.query, key, value, mask.made() if isinstance(mask, PromptMask) else mask, kwargs
         )
         return out, weights if call.wants_weights else None
+    by_query = {name: x for name in _BY_QUERY if isinstance(x := kwargs.get(name), Tensor) and x.ndim == 4}
     # A few queries see few keys of a window, and only those are multiplied.
-    window = None if bias is not None or not isinstance(mask, PromptMask) else mask.window
+    window = mask.window if isinstance(mask, PromptMask) and "position_bias" not in by_query else None
     width = N if window is None else min(N, 2 * window)
     rows = max(16, LOGITS_AT_ONCE // (B * Hq * width) if eager else MASK_AT_ONCE // (B * width))
     rows = rows if window is None else min(rows, max(16, window))
@@ -70,7 +72,7 @@ def dense(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             part = mask.rows(start, stop, seen)
         else:
             part = _rows(mask, start, stop)
-        own = kwargs if bias is None else kwargs | {"position_bias": _rows(bias, start, stop)}
+        own = kwargs | {name: _rows(x, start, stop) for name, x in by_query.items()}
         outs.append(attend(call.query[:, :, start:stop], key[:, :, seen], value[:, :, seen], part, own)[0])
     return torch.cat(outs, 1), None
 
