@@ -301,7 +301,7 @@ def test_without_a_client_prometheus_is_refused(monkeypatch: pytest.MonkeyPatch)
         ({"min_mass": 1.5}, "'min_mass' must be a number from 0 to 1, or None: 1.5"),
         ({"max_error": float("nan")}, "'max_error' must be a number, at least 0, or None: nan"),
         ({"confidence": 1}, "'confidence' must be a number from 0.5 to 0.9999: 1"),
-        ({"fall_back": True}, "'on_crossed' and 'fall_back' need a bound: give 'min_mass' or 'max_error'"),
+        ({"fall_back": True}, "'on_crossed' and 'fall_back' need a bound. Give 'min_mass' or 'max_error'"),
         ({"on_crossed": print}, "need a bound"),
     ],
     ids=str,

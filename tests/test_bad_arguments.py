@@ -1,4 +1,4 @@
-"""A thousand generated bad arguments: each is refused in one sentence that names it, before any work."""
+"""A thousand generated bad arguments: each is refused with a message that names it, before any work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARGUMENTS: list[tuple[Any, ...]] = [
 
 
 def sentence(error: pytest.ExceptionInfo[Exception] | Exception) -> str:
-    """The message, which is one sentence."""
+    """The message, which has one line."""
     error = error.value if isinstance(error, pytest.ExceptionInfo) else error
     text = str(error)
     assert len(error.args) == 1, error.args
@@ -115,7 +115,7 @@ def test_refining_by_what_does_not_divide(n: Any) -> None:
         (
             bs.mean_pooling,
             {"executor": 0},
-            "'executor' must be an Executor: 0; the order is permuter, scorer, selector, executor",
+            "'executor' must be an Executor: 0. The order is permuter, scorer, selector, executor.",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_call_that_cannot_be_is_one_sentence(called: Any, spoil: Spoil) -> Non
         (bs.mean_pooling([0.5, 0.6, 0.7]), {}, r"one entry per query head \(4\): 3"),
         (bs.sparge(theta=[0.5] * 5), {}, r"one entry per query head \(4\): 5"),
         (bs.s2o([0.1, 0.2]), {}, r"'tau' has 2 entries for 4 query heads"),
-        (bs.s2o(), {"causal": False}, "call the pipeline with causal=True"),
+        (bs.s2o(), {"causal": False}, "Call the pipeline with causal=True"),
         (bs.sparge(order=bs.HilbertOrder((1, 8, 8))), {"causal": False}, "HilbertOrder needs 64 keys"),
         (bs.bfla(block=32, g=8, tile=8, rho=[0.1] * 3), {}, r"one entry per query head \(4\): 3"),
         (bs.HeadGroups({(0,): None}), {}, "each of the 2 KV heads; missing: 1"),
@@ -189,5 +189,5 @@ def test_jit_trace_is_refused() -> None:
 def test_a_trace_in_a_graph_is_refused(called: str) -> None:
     q, k, v = make_qkv(N=40, D=8)
     traced = torch.compile(CALLED[called].trace, fullgraph=True, backend="eager")
-    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="not 'trace': leave it out of them"):
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=r"not 'trace'\. Leave it out of them"):
         traced(q, k, v)  # type: ignore[no-untyped-call]

@@ -210,9 +210,9 @@ def test_functions_of_users_are_presets(text: str, selector: Selector[BlockMass,
     [
         ("nonsense", "'--preset' must be one of auto, pbs_attn, pbs_attn_plus"),
         ("pbs_attn(0.95", "as in 'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': pbs_attn(0.95"),
-        ("no_such:f", "'--preset': there is no preset 'no_such:f': No module named 'no_such'; add the folder of"),
-        ("json:f", "there is no preset 'json:f': define a function 'f' in the module 'json'"),
-        (".x:f", "there is no preset '.x:f': a function is named as in 'my_stages:mine'"),
+        ("no_such:f", "'--preset': there is no preset 'no_such:f': No module named 'no_such'. Add the folder of"),
+        ("json:f", "there is no preset 'json:f'. Define a function 'f' in the module 'json'"),
+        (".x:f", "there is no preset '.x:f'. A function is named as in 'my_stages:mine'"),
         ("math:pi", "'math:pi' must be a function that returns a Pipeline: 3.14"),
         (
             "builtins:list | Band(128)",
@@ -353,7 +353,7 @@ def test_models_without_sdpa_attend_by_their_own_function(
         assert main([command, str(tmp_path / "gemma"), "--tokens", *tokens, "--out", str(tmp_path / "x")]) == 1
     said = capsys.readouterr().err
     assert "no layer of gemma can be inspected: it has a sliding window of 64 tokens" in said
-    assert "no layer of the model can be sparse; its attention is dense: " in said
+    assert "no layer of the model can be sparse. Its attention is dense: " in said
 
 
 def test_perplexity_has_the_cap_of_the_model() -> None:

@@ -229,7 +229,7 @@ LENGTHS = [
     (
         {},
         59,
-        r"HilbertOrder needs 60 keys \(prefix 0 \+ grid 3 x 4 x 5 = 60 \+ suffix 0\): Nk=59; give",
+        r"HilbertOrder needs 60 keys \(prefix 0 \+ grid 3 x 4 x 5 = 60 \+ suffix 0\): Nk=59. Give",
     ),
     (
         {"prefix": 7, "suffix": None},
@@ -240,7 +240,7 @@ LENGTHS = [
     (
         {"suffix": 9},
         60,
-        r"needs 69 keys \(prefix 0 \+ grid 3 x 4 x 5 = 60 \+ suffix 9\): Nk=60; .*prefix= and suffix=",
+        r"needs 69 keys \(prefix 0 \+ grid 3 x 4 x 5 = 60 \+ suffix 9\): Nk=60\. .*prefix= and suffix=",
     ),
 ]
 
@@ -255,7 +255,7 @@ def test_the_number_of_tokens_must_fit(text: dict[str, int], N: int, message: st
 
 
 FIELDS: list[tuple[Any, list[Any], dict[str, Any], type[Exception], str]] = [
-    (HilbertOrder, [(3, 4)], {}, TypeError, r"'grid' must .*: \(3, 4\); an image is \(1, H, W\)"),
+    (HilbertOrder, [(3, 4)], {}, TypeError, r"'grid' must .*: \(3, 4\)\. An image is \(1, H, W\)"),
     (HilbertOrder, [[3, 4, 5]], {}, TypeError, r"'grid' must be three whole numbers"),
     (HilbertOrder, [(3, 4, 5.0)], {}, TypeError, r"'grid' must be three whole numbers"),
     (HilbertOrder, [(3, 0, 5)], {}, ValueError, r"'grid' must be three whole numbers .*: \(3, 0, 5\)"),
@@ -353,6 +353,6 @@ def test_the_example_finds_the_papers_order() -> None:
 def test_an_order_without_a_grid_cannot_be_called(order: GridOrder) -> None:
     """A host may give it one."""
     q, k, _ = make_qkv(N=24, D=8)
-    with pytest.raises(ValueError, match=r"Order has no grid: give it as .*Order\(\(T, H, W\)\) in tokens"):
+    with pytest.raises(ValueError, match=r"Order has no grid. Give it as .*Order\(\(T, H, W\)\) in tokens"):
         order(q, k, bs.AttentionSpec(scale=1.0, causal=False))
     assert repr(order).startswith(f"{type(order).__name__}(grid=None, ")

@@ -62,7 +62,7 @@ def test_another_layer_or_prompt_needs_its_own(device: str) -> None:
     layers = [list(chunks((64, 65, 150), device=device, seed=seed)) for seed in (0, 1)]
     for (q, k, v), other in zip(*layers, strict=True):
         pipeline(q, k, v, history=history)
-        with pytest.raises(ValueError, match="each layer and each prompt needs its own KeyHistory"):
+        with pytest.raises(ValueError, match="Each layer and each prompt needs its own KeyHistory"):
             pipeline(*other, history=history)
         with pytest.raises(ValueError, match=f"has seen {k.shape[2]} keys, and the queries of this call begin at"):
             pipeline.trace(*other, history=history)
@@ -81,7 +81,7 @@ def test_layers_that_swap_histories_are_found(device: str) -> None:
         layer[0][1][0, 0, 63] = float("nan")
         pipeline(*layer[0], history=history)
     for layer, history in zip(layers, reversed(histories), strict=True):
-        with pytest.raises(ValueError, match="key 63 has changed since; each layer and each prompt"):
+        with pytest.raises(ValueError, match=r"key 63 has changed since\. Each layer and each prompt"):
             pipeline(*layer[1], history=history)
     for layer, history in zip(layers, histories, strict=True):
         assert torch.equal(pipeline(*layer[1], history=history), pipeline(*layer[1]))
@@ -333,7 +333,7 @@ def test_what_is_refused(device: str) -> None:
     refused(ValueError, "'history' is of other keys", pipeline, q=q.double(), k=k.double(), v=v.double())
     refused(
         ValueError,
-        "each layer and each prompt needs its own KeyHistory",
+        "Each layer and each prompt needs its own KeyHistory",
         pipeline,
         k=k.expand(1, 2, -1, -1),
         v=v.expand(1, 2, -1, -1),
@@ -353,7 +353,7 @@ def test_what_is_refused(device: str) -> None:
     moved = bs.SegmentKeySort(32)(q, k, bs.AttentionSpec(scale=0.3))
     with pytest.raises(ValueError, match="this permutation moves them"):
         bs.MeanPoolScorer(16)(q, k, moved, bs.AttentionSpec(scale=0.3), history)
-    with pytest.raises(ValueError, match=r"has seen 100 keys, and there are 90 now: call rewind\(tokens\)"):
+    with pytest.raises(ValueError, match=r"has seen 100 keys, and there are 90 now. Call rewind\(tokens\)"):
         bs.MeanPoolScorer(16)(q, k[:, :, :90], bs.GlobalPermutation(), bs.AttentionSpec(scale=0.3), history)
 
 

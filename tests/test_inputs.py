@@ -37,7 +37,7 @@ def shaped(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ("q", "k", "v", "kind", "sentence"),
     [
         (shaped(4, 8, 16), shaped(1, 2, 8, 16), shaped(1, 2, 8, 16), ValueError, r"'q' must have the shape \[B, H, N, D\]: \(4, 8, 16\)"),
-        (shaped(1, 4, 8, 16), shaped(1, 3, 8, 16), shaped(1, 3, 8, 16), ValueError, r"multiple of the KV heads \(3\): 4; do not repeat"),
+        (shaped(1, 4, 8, 16), shaped(1, 3, 8, 16), shaped(1, 3, 8, 16), ValueError, r"multiple of the KV heads \(3\): 4. Do not repeat"),
         (shaped(1, 4, 9, 16), shaped(1, 2, 8, 16), shaped(1, 2, 8, 16), ValueError, "at least as many keys as queries.*Nq=9, Nk=8"),
         (shaped(1, 4, 8, 16), shaped(1, 2, 8, 16).half(), shaped(1, 2, 8, 16), TypeError, "one dtype: torch.float32, torch.float16"),
         (shaped(1, 4, 8, 16), shaped(1, 2, 8, 16, dtype=torch.int32), shaped(1, 2, 8, 16), TypeError, "'k' must be a floating-point tensor: torch.int32"),
@@ -65,7 +65,7 @@ def test_tokens_before_heads_are_warned_of(call: Any) -> None:
         for _ in range(2):
             call(q, k, v)
     (warning,) = caught
-    assert "'k' has more heads than tokens: (1, 200, 4, 16); the layout is [B, H, N, D]" in str(warning.message)
+    assert "'k' has more heads than tokens: (1, 200, 4, 16). The layout is [B, H, N, D]" in str(warning.message)
     assert warning.filename == __file__
 
 
@@ -107,16 +107,16 @@ def quiet(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 X = shaped(1, 2, 8, 16)
 KINDS: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
     "meta": (lambda: X.to("meta"), ValueError, "q, k and v must hold numbers: they are on the meta device"),
-    "coo": (lambda: X.to_sparse(), TypeError, r"'q' must be a dense tensor: torch.sparse_coo; convert it with .to_dense\(\)"),
+    "coo": (lambda: X.to_sparse(), TypeError, r"'q' must be a dense tensor: torch.sparse_coo. Convert it with .to_dense\(\)"),
     "csr": (lambda: X.to_sparse_csr(dense_dim=0), TypeError, "'q' must be a dense tensor: torch.sparse_csr"),
     "bsr": (lambda: X.to_sparse_bsr((2, 2)), TypeError, "'q' must be a dense tensor: torch.sparse_bsr"),
-    "nested": (lambda: torch.nested.nested_tensor([X[0], X[0]]), TypeError, "'q' must not be a nested tensor: call once for the prompts"),
+    "nested": (lambda: torch.nested.nested_tensor([X[0], X[0]]), TypeError, "'q' must not be a nested tensor. Call once for the prompts"),
     "jagged": (lambda: torch.nested.nested_tensor([X[0, 0], X[0, 1]], layout=torch.jagged), TypeError, "'q' must not be a nested tensor"),
     "quantized": (lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), TypeError, "'q' must be a floating-point tensor: torch.qint8"),
-    "fake": (lambda: fake(X), TypeError, "'q' must be a plain tensor: FakeTensor; pass the tensor that it wraps, as .to_local"),
+    "fake": (lambda: fake(X), TypeError, "'q' must be a plain tensor: FakeTensor. Pass the tensor that it wraps, as .to_local"),
     "wrapped": (lambda: Wrapped((1, 2, 8, 16)), TypeError, "'q' must be a plain tensor: Wrapped"),
     **{
-        str(dtype): (functools.partial(X.to, dtype), TypeError, f"'q' must be a floating-point tensor: {dtype}; convert it to float16, bfloat16")
+        str(dtype): (functools.partial(X.to, dtype), TypeError, f"'q' must be a floating-point tensor: {dtype}. Convert it to float16, bfloat16")
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex32, torch.bool, torch.uint8, torch.int64)
     },
 }  # fmt: skip
@@ -126,13 +126,13 @@ KINDS: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
 def test_kinds_of_tensors(
     make: Callable[[], torch.Tensor], kind: type[Exception], sentence: str, device: str
 ) -> None:
-    """Each refused with one sentence, whether all inputs are of the kind or q alone, on every way in."""
+    """Each refused with the reason and at most one fix, whether all inputs are of the kind or q alone, on every way in."""
     pipeline = bs.mean_pooling(executor=bs.ReferenceExecutor())
     x = quiet(make)
     for call in (pipeline, pipeline.trace, bs.HeadGroups({(0,): pipeline, (1,): None})):
         with pytest.raises(kind, match=sentence) as error:
             call(x, x, x)
-        assert str(error.value).count(". ") == 0
+        assert str(error.value).count(". ") <= 1
         with pytest.raises((TypeError, ValueError)):
             call(X, x, X)
 
@@ -185,7 +185,7 @@ def test_gradients() -> None:
     q, k, v = make_qkv(N=16)
     with (
         torch.enable_grad(),
-        pytest.raises(ValueError, match=r"no gradients: call it under torch.no_grad\(\), or detach"),
+        pytest.raises(ValueError, match=r"no gradients. Call it under torch.no_grad\(\), or detach"),
     ):
         bs.pbs_attn()(q.requires_grad_(), k, v)
     bs.pbs_attn(executor=bs.ReferenceExecutor())(q, k, v)  # under no_grad it is no matter
@@ -207,7 +207,7 @@ def test_forward_mode_gradients(executor: bs.Executor[Any, Any], device: str) ->
         (lambda x: groups(q, k, x), v),
     ]
     for call, x in calls:
-        with pytest.raises(ValueError, match="no forward-mode gradients: detach q, k and v"):
+        with pytest.raises(ValueError, match=r"no forward-mode gradients\. Detach q, k and v"):
             torch.func.jvp(call, (x,), (x,))
     detached: Any = torch.func.jvp(lambda x: pipeline(q, x.detach(), v), (k,), (k,))
     assert torch.equal(detached[0], want)
@@ -220,14 +220,14 @@ def test_executors_alone_take_floats(dtype: torch.dtype) -> None:
     trace = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), ranked, bs.ReferenceExecutor()).trace(q, k, v)
     executors: list[Any] = [bs.ReferenceExecutor(), bs.GatherExecutor(), bs.TritonExecutor()]
     for executor in executors:
-        with pytest.raises(TypeError, match=rf"must be floating-point tensors: {dtype}; convert them to"):
+        with pytest.raises(TypeError, match=rf"must be floating-point tensors: {dtype}. Convert them to"):
             executor(q.to(dtype), k.to(dtype), v.to(dtype), trace.mask, asked(trace.mask, 0.25))
 
 
 @pytest.mark.parametrize(
     ("arguments", "kind", "sentence"),
     [
-        ({"attn_mask": torch.ones(16, 16)}, TypeError, "takes no attention mask, its selector makes one; sequences=Sequences.padded"),
+        ({"attn_mask": torch.ones(16, 16)}, TypeError, "takes no attention mask, its selector makes one. Give sequences=Sequences.padded"),
         ({"causal": 1}, TypeError, "'causal' must be a bool: 1"),
         *(({"scale": s}, ValueError, r"'scale' must be 0 or of a magnitude from 2\*\*-64 to 2\*\*64: " + shown) for s, shown in SCALES),
         *(({"scale": s}, TypeError, "'scale' must be a number: ") for s in ("1", True, np.True_, 1j, [0.1], torch.tensor(0.1), Decimal("0.1"))),
@@ -291,7 +291,7 @@ def test_masks_of_different_grids_do_not_mix() -> None:
         bs.Everything()(bs.MeanPoolScorer(block)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0)))
         for block in (16, 32)
     ]
-    with pytest.raises(ValueError, match=r"masks must share a grid: .*refine\(\) the coarser one"):
+    with pytest.raises(ValueError, match=r"masks must share a grid: .*refine\(\) of the coarser one"):
         masks[0] | masks[1]
 
 

@@ -83,7 +83,7 @@ def test_numbers_of_other_heads_are_refused_in_a_dense_call(dense_below: float |
         pipeline = bs.Pipeline(
             bs.Identity(), bs.MeanPoolScorer(16), selector, bs.AutoExecutor(dense_below=dense_below)
         )
-        with pytest.raises(ValueError, match="TopCdf: 'mass' has 3 entries for 4 query heads; give one"):
+        with pytest.raises(ValueError, match=r"TopCdf: 'mass' has 3 entries for 4 query heads\. Give one"):
             pipeline(q, k, v)
         evolve(pipeline, selector=bs.TopCdf([1.0] * 4))(q, k, v)
 

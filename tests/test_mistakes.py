@@ -51,16 +51,16 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.TopK(0.1), "'k' | whole number | 0.1"),
     (lambda: bs.TopK(share=2.0), "'share' | (0, 1] | 2.0"),
     (lambda: bs.TopK(), "'TopK' | 'k' or 'share' | k=None"),
-    (lambda: ANY.HilbertOrder((16, 16)), "'grid' | (T, H, W) | or None: (16, 16); an image is (1, H, W)"),
+    (lambda: ANY.HilbertOrder((16, 16)), "'grid' | (T, H, W) | or None: (16, 16). An image is (1, H, W)."),
     # Tensors.
     (lambda: MEAN(*(x.transpose(1, 2) for x in (Q, K, V))), "Nq=4, Nk=2 | [B, H, N, D], heads before tokens"),
     (lambda: MEAN(Q[0], K[0], V[0]), "'q' | (4, 256, 32) | heads before tokens"),
-    (lambda: MEAN(Q[:, :3], K, V), "multiple of the KV heads (2) | 3 | do not repeat k and v"),
-    (lambda: MEAN(Q.half(), K, V), "one dtype | float16 | convert them with .to()"),
-    (lambda: MEAN(Q.int(), K.int(), V.int()), "'q' | torch.int32 | convert it to float16"),
+    (lambda: MEAN(Q[:, :3], K, V), "multiple of the KV heads (2) | 3 | Do not repeat k and v"),
+    (lambda: MEAN(Q.half(), K, V), "one dtype | float16 | Convert them with .to()"),
+    (lambda: MEAN(Q.int(), K.int(), V.int()), "'q' | torch.int32 | Convert it to float16"),
     (lambda: MEAN(Q.numpy(), K, V), "'q' must be a tensor | ndarray"),
     (lambda: MEAN(Q, K.to("meta"), V), "one device | cpu, meta, cpu | .to()"),
-    (lambda: MEAN(Q, K[:, :, :9], V[:, :, :9]), "Nq=256, Nk=9 | pass the cached keys too"),
+    (lambda: MEAN(Q, K[:, :, :9], V[:, :, :9]), "Nq=256, Nk=9 | Pass the cached keys too"),
     (lambda: MEAN(Q, K, V[:, :, :9]), "'v' | heads and tokens of 'k' | (1, 2, 9, 32)"),
     (lambda: MEAN(*(torch.randn(1, 2, 9, 512) for _ in range(3))), "head dim | at most 256 | 512"),
     # Arguments of a call.
@@ -69,11 +69,11 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: MEAN(Q, K, V, causal=1), "'causal' must be a bool | 1"),
     (lambda: MEAN(Q, K, V, scale="x"), "'scale' | str | float()"),
     (lambda: MEAN(Q, K, V, window=0), "'window' | at least 1 | 0"),
-    (lambda: MEAN(Q, K, V, window=64, causal=False), "window=64 | call with causal=True"),
+    (lambda: MEAN(Q, K, V, window=64, causal=False), "window=64 | Call with causal=True"),
     (lambda: MEAN(Q, K, V, softcap=-1.0), "'softcap' | -1.0"),
     (lambda: MEAN(Q, K, V, sinks=[0.1, 0.2]), "'sinks' has 2 entries for 4 query heads"),
-    (lambda: bs.xattention([0.9, 0.8])(Q, K, V), "one entry per query head (4): 2 | give one number per query"),
-    (lambda: bs.s2o()(Q, K, V, causal=False), "'GlobalIndexMap' | call the pipeline with causal=True"),
+    (lambda: bs.xattention([0.9, 0.8])(Q, K, V), "one entry per query head (4): 2 | Give one number per query"),
+    (lambda: bs.s2o()(Q, K, V, causal=False), "'GlobalIndexMap' | Call the pipeline with causal=True"),
     (lambda: bs.s2o()(Q, K, V, window=64), "GatherExecutor | window | 64 tokens | another preset"),
     # Devices and executors.
     (lambda: bs.sparge(executor=bs.Int8Executor())(Q, K, V), "Int8Executor | on cpu | AutoExecutor()"),
@@ -87,7 +87,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     ),
     # Stages.
     (lambda: pipeline(permuter=bs.Identity), "'permuter' | Identity itself; call it: Identity()"),
-    (lambda: pipeline(permuter=STAGES[1], scorer=STAGES[0]), "'permuter' | MeanPoolScorer | the order is"),
+    (lambda: pipeline(permuter=STAGES[1], scorer=STAGES[0]), "'permuter' | MeanPoolScorer | The order is"),
     (lambda: bs.Pipeline(*STAGES[:3]), "missing | 'executor'"),
     (lambda: pipeline(scorer=bs.NoScorer(64), selector=bs.TopCdf(0.9)), "TopCdf needs a BlockMass | NoScorer"),
     (lambda: pipeline(permuter=bs.GlobalIndexMap(64)), "needs a GlobalPermutation | GlobalIndexMap"),
@@ -105,19 +105,19 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.Schedule(MEAN, dense=0), "'dense' | sequence | 0"),
     # Batches, chunks and pages.
     (lambda: MEAN(Q, K, V, sequences=bs.Sequences.packed([100, 100])), "200 | 256 | must sum to the tokens"),
-    (lambda: MEAN(Q, K, V, sequences=[100, 156]), "'sequences' | list; Sequences.packed(lengths) makes one"),
+    (lambda: MEAN(Q, K, V, sequences=[100, 156]), "'sequences' | list. Sequences.packed(lengths) makes one"),
     (lambda: bs.Sequences.from_cu_seqlens(torch.tensor([9, 256])), "'cu_seqlens_q' | begin with 0 | [9, 256]"),
     (lambda: bs.Sequences.padded(torch.tensor([[1, 0, 1]])), "'attention_mask' | entry 0 | inside"),
     (lambda: twice(bs.KeyHistory()), "'history' has seen 256 keys | its own KeyHistory | rewind(0)"),
     (lambda: MEAN(Q, K, V, history=bs.KeyHistory), "'history' | KeyHistory itself; call it: KeyHistory()"),
-    (lambda: bs.xattention()(Q, K, V, history=bs.KeyHistory()), "remembers nothing | call without 'history'"),
+    (lambda: bs.xattention()(Q, K, V, history=bs.KeyHistory()), "remembers nothing | Call without 'history'"),
     (lambda: bs.pbs_attn()(Q, K, V, history=bs.KeyHistory()), "SegmentKeySort moves keys | without 'history'"),
     (
         lambda: bs.PageTable(torch.zeros(1, 2, dtype=torch.int32), lengths=[100], page_size=16),
         "'lengths' | 0 to 32 | request 0 has 100",
     ),
     (lambda: MEAN.attend(Q[:, :, :9], K[:, :, :9], V[:, :, :9], MEAN.choose(Q, K)), "256 | 9 | choose() again"),
-    (lambda: MEAN.attend(Q, K, V, None), "'choice' must be a Choice: None; pipeline.choose(q, k) makes one"),
+    (lambda: MEAN.attend(Q, K, V, None), "'choice' must be a Choice: None. Get one from pipeline.choose(q, k)."),
     # PyTorch's function.
     (lambda: ANY.scaled_dot_product_attention(Q, Q, Q), "missing | 'pipeline'"),
     (lambda: bs.scaled_dot_product_attention(Q, K, V, pipeline=MEAN), "'enable_gqa' | 4 heads of queries and 2"),
@@ -157,9 +157,9 @@ def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
     rows: list[tuple[Any, Any, dict[str, Any], str]] = [
         (model, bs.auto, {}, "'pipeline' | auto itself; call it: auto()"),
         (model, "auto", {}, "'pipeline' | 'auto'; presets are functions | auto()"),
-        (MEAN, model, {}, "'model' | Pipeline; the order is attach(model, pipeline)"),
+        (MEAN, model, {}, "'model' | Pipeline. The order is attach(model, pipeline)"),
         (torch.nn.Linear(2, 2), MEAN, {}, "'model' | Linear holds 0 | hosts.diffusers.attach"),
-        (other, MEAN, {}, "BloomForCausalLM cannot change its attention function | call the pipeline yourself"),
+        (other, MEAN, {}, "BloomForCausalLM cannot change its attention function | Call the pipeline yourself"),
         (model, bs.Schedule(MEAN, dense=(99,)), {}, "no layer 99 | has 2, 0 to 1"),
         (model, MEAN, {"min_tokens": "4k"}, "'min_tokens' | whole number | '4k'"),
         (model, MEAN, {"recorder": DensityRecorder}, "'recorder' | DensityRecorder itself; call it"),
@@ -170,7 +170,7 @@ def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
         check(sentence(error), words)
 
     first, second = attach(model, MEAN), attach(model, MEAN)
-    with pytest.raises(RuntimeError, match=r"detach that one \(.*\) first"):
+    with pytest.raises(RuntimeError, match=r"Detach that one \(.*\) first"):
         first.detach()
     second.detach()
     first.detach()
@@ -213,7 +213,10 @@ def test_a_wrong_attachment_to_a_model_of_diffusers() -> None:
         with pytest.raises((TypeError, ValueError)) as error:
             attach(given, attention, **arguments)
         check(sentence(error), words)
-    with attach(flux, MEAN), pytest.raises(ValueError, match=r"attached already: detach\(\) that pipeline first"):
+    with (
+        attach(flux, MEAN),
+        pytest.raises(ValueError, match=r"attached already. Call detach\(\) on that pipeline first"),
+    ):
         attach(flux, MEAN)
 
 
@@ -222,9 +225,9 @@ def test_a_wrong_attachment_to_a_model_of_diffusers() -> None:
     [
         (None, 'needs to know what to run | --additional-config \'{"blocksparse": {"preset":'),
         ({"blocksparse": "auto"}, "an object with some of preset | 'auto'"),
-        ({"blocksparse": {"presets": "auto"}}, "there is no 'presets'; there are preset"),
+        ({"blocksparse": {"presets": "auto"}}, "there is no 'presets'. There are preset"),
         ({"blocksparse": {"min_tokens": 9}}, "one of 'preset' and 'plan'"),
-        ({"blocksparse": {"preset": "pbs"}}, "there is no preset 'pbs'; there are auto"),
+        ({"blocksparse": {"preset": "pbs"}}, "there is no preset 'pbs'. There are auto"),
         ({"blocksparse": {"preset": "auto", "settings": {"quality": "best"}}}, "'quality' | 'careful' | 'best'"),
         ({"blocksparse": {"preset": "auto", "dense": [99]}}, "no layer 99 | has 32"),
         ({"blocksparse": {"preset": "auto", "min_tokens": "4k"}}, "'min_tokens' | whole number | '4k'"),

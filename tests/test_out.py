@@ -61,7 +61,7 @@ def test_with_a_history() -> None:
             "'out' must be a plain tensor: ",
         ),
         (torch._neg_view(torch.empty(1, 4, 100, 16)), ValueError, "'out' must hold its numbers as they are"),
-        (torch.empty(1, 4, 100, 16, requires_grad=True), ValueError, "'out' must not require a gradient: "),
+        (torch.empty(1, 4, 100, 16, requires_grad=True), ValueError, "'out' must not require a gradient. "),
         (
             torch.empty(9999).as_strided((1, 4, 100, 16), (1600, 32, 16, 1)),
             ValueError,

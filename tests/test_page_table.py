@@ -189,7 +189,7 @@ KEYS = torch.zeros(3, 2, 16, 8)
         (
             lambda: good().gather(*2 * [KEYS.to(torch.float8_e4m3fn)]),
             TypeError,
-            "'keys' must be a tensor of float16.*float8_e4m3fn.*caches in 8 bits must be converted first",
+            "'keys' must be a tensor of float16.*float8_e4m3fn.*Caches in 8 bits must be converted first",
         ),
         (lambda: gather_with_grad(), ValueError, "'keys' must not require grad"),
         (lambda: good().gather(KEYS.to("meta"), KEYS), ValueError, "must be on the device of the table"),

@@ -173,7 +173,7 @@ def test_dtypes_that_differ_become_autocasts(
             trace = call.trace(q, k, v)
         assert torch.equal(out, want)
         assert torch.equal(trace.output.out, want)
-        with pytest.raises(TypeError, match=r"q, k and v must have one dtype: .*; convert them with"):
+        with pytest.raises(TypeError, match=r"q, k and v must have one dtype: .*. Convert them with"):
             call(q, k, v)
 
 

@@ -220,5 +220,5 @@ def test_wrong_numbers_are_refused(make: Any, error: type[Exception], words: str
 
 def test_one_number_for_several_sequences_is_refused() -> None:
     q, k, v = make_qkv(**SIZES)
-    with pytest.raises(ValueError, match=r"'remaining' must be 0 with 'sequences': 5; give"):
+    with pytest.raises(ValueError, match=r"'remaining' must be 0 with 'sequences': 5. Give"):
         pipeline(bs.TopK(1))(q, k, v, sequences=bs.Sequences.packed([N]), remaining=5)

@@ -296,7 +296,7 @@ S: Any = bs.Sequences
         (lambda: S.from_cu_seqlens([]), ValueError, "'cu_seqlens_q' must begin with 0"),
         (lambda: S.padded(torch.ones(2, 3)), TypeError, "'attention_mask' must be a tensor of whole numbers"),
         (lambda: S.padded(torch.ones(3).bool()), ValueError, r"'attention_mask' must have the shape \[B, N\]"),
-        (lambda: S.padded(torch.tensor([[1, 0, 1]])), ValueError, "entry 0 has some inside; its prompt lies"),
+        (lambda: S.padded(torch.tensor([[1, 0, 1]])), ValueError, "entry 0 has some inside. Its prompt lies"),
         (lambda: S.padded(torch.ones(1, 3).int(), queries=4), ValueError, r"'queries' must be at most .*\(3\): 4"),
         (lambda: S.padded(torch.ones(1, 3).int(), queries=0.5), TypeError, "'queries' must be a whole number"),
         (lambda: S([(0, 0, 1, 0)], batch=1, queries=2, keys=2), TypeError, "'spans' must have five whole numbers"),
@@ -315,7 +315,7 @@ S: Any = bs.Sequences
         ),
         (lambda: called(S.padded(torch.ones(2, 16).int())), ValueError, "lie in 2 entries of a batch"),
         (lambda: called(S.packed([10, 6], [9, 7])), ValueError, "sequence 0 has 10 queries and 9 keys"),
-        (lambda: called([10, 6]), TypeError, r"'sequences' must be a Sequences or None: list; Sequences.packed"),
+        (lambda: called([10, 6]), TypeError, r"'sequences' must be a Sequences or None: list. Sequences.packed"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(make: Any, error: type[Exception], said: str) -> None:

@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
         {
             "inspect": "BertLMHeadModel is not causal: its first tokens see later ones",
             "demo": "BertLMHeadModel is not causal: its first tokens see later ones",
-            "tune": "no layer of the model can be sparse; its attention is dense: not causal",
+            "tune": "no layer of the model can be sparse. Its attention is dense: not causal",
         },
     ),
     "bloom": (

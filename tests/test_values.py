@@ -54,12 +54,12 @@ def everything(cut: bs.Grid, heads: int = 4) -> bs.RankedBlockMask:
 @pytest.mark.parametrize(
     ("make", "kind", "sentence"),
     [
-        (lambda: bs.GlobalPermutation(order(1, 2, 1, 64, dtype=torch.int64)), TypeError, r"'k_index' must be int32: torch.int64; convert it with .int\(\)"),
+        (lambda: bs.GlobalPermutation(order(1, 2, 1, 64, dtype=torch.int64)), TypeError, r"'k_index' must be int32: torch.int64. Convert it with .int\(\)"),
         (lambda: bs.GlobalPermutation(q_index=order(1, 4, 64).float()), TypeError, "'q_index' must be int32: torch.float32"),
         (lambda: bs.GlobalPermutation(wrong([1, 2])), TypeError, r"'k_index' must be an int32 tensor \[B, H, G, slots\] or None: list"),
         (lambda: bs.Permutation(order(1, 2, 2, 64), group=0), ValueError, "'group' must be a number of positions, at least 1: 0"),
         (lambda: grid(bs.GlobalPermutation(order(1, 2, 1, 60))), ValueError, "'k_index' must name each of the 64 keys once: it has 60 slots"),
-        (lambda: grid(bs.GlobalPermutation(order(1, 1, 1, 64))), ValueError, r"must have B=1 batch entries and Hkv=2 or Hq=4 heads: \(1, 1, 1, 64\); expand\(\)"),
+        (lambda: grid(bs.GlobalPermutation(order(1, 1, 1, 64))), ValueError, r"must have B=1 batch entries and Hkv=2 or Hq=4 heads: \(1, 1, 1, 64\). Use expand\(\)"),
         (lambda: grid(bs.GlobalPermutation(order(3, 2, 1, 64))), ValueError, "must have B=1 batch entries"),
         (lambda: grid(bs.GlobalPermutation(q_index=order(1, 4, 63))), ValueError, r"'q_index' must have the shape \[B, Hq, M\] = \(1, 4, 64\): \(1, 4, 63\)"),
         (lambda: grid(bs.GlobalPermutation(order(1, 2, 1, 64).to("meta"))), ValueError, r"'k_index' must be on the device of q and k \(cpu\): meta"),
@@ -104,7 +104,7 @@ def test_contents_on_request(permutation: bs.Permutation, sentence: str) -> None
 def test_a_mask_of_another_call(executor: bs.Executor[Any, Any]) -> None:
     with pytest.raises(ValueError, match="were made with causal=True, and the call has causal=False"):
         executor(Q, K, V, everything(grid()), bs.AttentionSpec(scale=0.25, causal=False))
-    with pytest.raises(ValueError, match="were made with window=None, and the call has window=9: pass the spec"):
+    with pytest.raises(ValueError, match=r"were made with window=None, and the call has window=9\. Pass the spec"):
         executor(Q, K, V, everything(grid()), bs.AttentionSpec(scale=0.25, window=9))
     shorter = everything(grid(q=Q[:, :, :40], k=K[:, :, :40]))
     with pytest.raises(

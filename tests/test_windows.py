@@ -360,11 +360,11 @@ def test_what_knows_no_window_says_so() -> None:
             attrs.evolve(everything, executor=executor)(q, k, v, window=40)
         assert "smaller" not in str(refused.value)  # blocks, say, which are no way out
     with pytest.raises(
-        ValueError, match=r"made with window=None, and the call has window=40: pass the spec of the"
+        ValueError, match=r"made with window=None, and the call has window=40. Pass the spec of the"
     ):
         attrs.evolve(everything, scorer=Forgetful())(q, k, v, window=40)
     for call in (everything, everything.trace, everything.with_lse):
-        with pytest.raises(ValueError, match=r"a sliding window is causal, .* call with causal=True"):
+        with pytest.raises(ValueError, match=r"a sliding window is causal, .* Call with causal=True"):
             call(q, k, v, causal=False, window=40)
         with pytest.raises(ValueError, match="'window' must be a whole number, at least 1, or None: 0"):
             call(q, k, v, window=0)

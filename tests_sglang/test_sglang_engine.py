@@ -186,18 +186,18 @@ def test_settings_without_the_backend_do_nothing(run: Run) -> None:
             {"preset": "pbs"},
             {},
             "ConfigurationError: 'blocksparse' in --json-model-override-args cannot be used: there is no preset "
-            "'pbs'; there are auto, pbs_attn, pbs_attn_plus, ",
+            "'pbs'. There are auto, pbs_attn, pbs_attn_plus, ",
         ),
         (
             None,
             {"prefill_attention_backend": "blocksparse"},
-            "ConfigurationError: the attention backend blocksparse needs to know what to run: add "
+            "ConfigurationError: the attention backend blocksparse needs to know what to run. Add "
             """--json-model-override-args '{"blocksparse": {"preset": "auto"}}'""",
         ),
         (
             SOME,
             {"attention_backend": "blocksparse"},
-            "ConfigurationError: blocksparse reads prompts and does not decode: select it with "
+            "ConfigurationError: blocksparse reads prompts and does not decode. Select it with "
             "--prefill-attention-backend blocksparse, and another one, which decodes, with --attention-backend",
         ),
     ],

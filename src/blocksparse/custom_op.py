@@ -123,7 +123,7 @@ def attend(
         q, k, v, spec = checked(q, k, v, options, sequences)
         if out is not None:
             if sequences is not None:
-                raise ValueError("'out' is for one prompt, and 'sequences' are several: leave one of the two out")
+                raise ValueError("'out' is for one prompt, and 'sequences' are several. Leave one of the two out.")
             check_out(out, q, k, v)
         return call(q, k, v, spec, sequences, histories, out)
     for name, given in (("history", histories), ("out", out)):

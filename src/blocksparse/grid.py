@@ -72,7 +72,7 @@ class Grid(BlockGrid):
             if permutation.group % q_block:
                 raise ValueError(
                     f"a query group must be a whole number of query blocks: group={permutation.group}, "
-                    f"q_block={q_block}; choose a block that divides the segment"
+                    f"q_block={q_block}. Choose a block that divides the segment."
                 )
             first, rows = offset // q_block, q_position.shape[-1] // q_block
             start = torch.arange(first * q_block, (first + rows) * q_block, q_block, device=q.device)
@@ -109,12 +109,12 @@ class Grid(BlockGrid):
         if mine != its:
             raise ValueError(
                 f"these scores, or this mask, were made for tensors of other sizes: (B, Hq, Hkv, M, N) = {mine}, "
-                f"and q and k have {its}; make their grid with Grid.of(q, k, permutation, spec, ...)"
+                f"and q and k have {its}. Make their grid with Grid.of(q, k, permutation, spec, ...)."
             )
         if not self.permutation.orders_as(permutation):
             raise ValueError(
                 "these scores, or this mask, belong to another permutation than the one given, so that the same "
-                "block means other tokens; pass the permutation that Grid.of(q, k, permutation, spec, ...) got"
+                "block means other tokens. Pass the permutation that Grid.of(q, k, permutation, spec, ...) got."
             )
         if spec.causal != self.causal:
             raise ValueError(
@@ -124,7 +124,7 @@ class Grid(BlockGrid):
         if (hides := _hiding(spec.window, N)) != self.window:
             raise ValueError(
                 f"these scores, or this mask, were made with window={self.window}, and the call has "
-                f"window={hides}: pass the spec of the call, Grid.of(q, k, permutation, spec, ...)"
+                f"window={hides}. Pass the spec of the call, Grid.of(q, k, permutation, spec, ...)."
             )
 
     def same_blocks(self, other: Grid) -> bool:

@@ -16,7 +16,7 @@ from blocksparse.launch.torch_private import under_forward_mode
 from blocksparse.spec import AttentionOptions, AttentionSpec, checked_scale
 
 MAX_HEAD_DIM = 256
-_LAYOUT = "the layout is [B, H, N, D], heads before tokens"
+_LAYOUT = "The layout is [B, H, N, D], heads before tokens."
 _MOST_HEADS = 128  # more than models have, and fewer than prompts have tokens that are worth a mask
 
 
@@ -56,37 +56,36 @@ def check_inputs(
         _check_kind(name, x)
     if not q.device == k.device == v.device:
         raise ValueError(
-            f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}; move them with .to()"
+            f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}. Move them with .to()."
         )
     if q.is_meta:
-        raise ValueError("q, k and v must hold numbers: they are on the meta device; move them with .to_empty()")
+        raise ValueError("q, k and v must hold numbers: they are on the meta device. Move them with .to_empty().")
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
     if k.shape[0] != B or v.shape[0] != B:
-        raise ValueError(f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}; {_LAYOUT}")
+        raise ValueError(f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}. {_LAYOUT}")
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(
-            f"'v' must have the heads and tokens of 'k': {tuple(v.shape)} against {tuple(k.shape)}; {_LAYOUT}"
+            f"'v' must have the heads and tokens of 'k': {tuple(v.shape)} against {tuple(k.shape)}. {_LAYOUT}"
         )
     if k.shape[3] != D:
-        raise ValueError(f"'k' must have the head dim of 'q' ({D}): {k.shape[3]}; {_LAYOUT}")
+        raise ValueError(f"'k' must have the head dim of 'q' ({D}): {k.shape[3]}. {_LAYOUT}")
     if max(D, v.shape[3]) > MAX_HEAD_DIM:
-        raise ValueError(f"the head dim must be at most {MAX_HEAD_DIM}: {max(D, v.shape[3])}; {_LAYOUT}")
+        raise ValueError(f"the head dim must be at most {MAX_HEAD_DIM}: {max(D, v.shape[3])}. {_LAYOUT}")
     if Hq % Hkv:
         raise ValueError(
-            f"the query heads must be a multiple of the KV heads ({Hkv}): {Hq}; "
-            f"do not repeat k and v, and {_LAYOUT}"
+            f"the query heads must be a multiple of the KV heads ({Hkv}): {Hq}. Do not repeat k and v. {_LAYOUT}"
         )
     if not isinstance(causal, bool):
         raise TypeError(f"'causal' must be a bool: {causal!r}")
     if sequences is not None and not isinstance(sequences, Sequences):
         raise TypeError(
-            f"'sequences' must be a Sequences or None: {type(sequences).__name__}; "
-            "Sequences.packed(lengths) makes one"
+            f"'sequences' must be a Sequences or None: {type(sequences).__name__}. "
+            "Sequences.packed(lengths) makes one."
         )
     if causal and M > N and sequences is None:
         raise ValueError(
             f"causal attention needs at least as many keys as queries, the queries being the last ones: "
-            f"Nq={M}, Nk={N}; pass the cached keys too, and {_LAYOUT}"
+            f"Nq={M}, Nk={N}. Pass the cached keys too. {_LAYOUT}"
         )
     refuse_gradients(q, k, v)
     if Hkv > max(N, _MOST_HEADS) and Hq > M and not torch.compiler.is_compiling():
@@ -126,24 +125,24 @@ def check_out(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_kind("out", out)
     shape = (*q.shape[:3], v.shape[3])
     if out.dtype != q.dtype:
-        raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}; make it by q.new_empty()")
+        raise TypeError(f"'out' must have the dtype of q ({q.dtype}): {out.dtype}. Make it by q.new_empty().")
     if out.shape != shape or out.device != q.device:
         raise ValueError(
-            f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}; give the part "
-            "of a tensor that is for these queries"
+            f"'out' must have the shape {shape}, on {q.device}: {tuple(out.shape)} on {out.device}. Give the part "
+            "of a tensor that is for these queries."
         )
     if (out.shape[3] > 1 and out.stride(3) != 1) or _entries_meet(out):
         raise ValueError(
             "'out' must have its last axis innermost in memory, and no entries that share memory: "
-            f"strides {out.stride()}; make it by q.new_empty()"
+            f"strides {out.stride()}. Make it by q.new_empty()."
         )
     if torch.is_grad_enabled() and out.requires_grad:
-        raise ValueError("'out' must not require a gradient: call under torch.no_grad(), or detach it")
+        raise ValueError("'out' must not require a gradient. Call under torch.no_grad(), or detach it.")
     if out.is_neg():
-        raise ValueError("'out' must hold its numbers as they are, and is a view that negates them: clone it")
+        raise ValueError("'out' must hold its numbers as they are, and is a view that negates them. Clone it.")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if _share_memory(out, x):
-            raise ValueError(f"'out' must not share memory with '{name}': make it by q.new_empty()")
+            raise ValueError(f"'out' must not share memory with '{name}'. Make it by q.new_empty().")
 
 
 def _entries_meet(x: Tensor) -> bool:
@@ -182,9 +181,9 @@ def refuse_mask(attn_mask: object) -> None:
     """
     if attn_mask is not None:
         raise TypeError(
-            "a pipeline takes no attention mask, its selector makes one; sequences=Sequences.padded(mask [B, N]) "
-            "leaves padding out, Sequences.packed(lengths) separates prompts, and window=tokens is a sliding "
-            "window"
+            "a pipeline takes no attention mask, its selector makes one. Give "
+            "sequences=Sequences.padded(mask [B, N]) to leave padding out, sequences=Sequences.packed(lengths) to "
+            "separate prompts, or window=tokens for a sliding window."
         )
 
 
@@ -202,12 +201,12 @@ def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: one of them requires a gradient, or has a forward-mode tangent.
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("blocksparse computes no gradients: call it under torch.no_grad(), or detach q, k and v")
+        raise ValueError("blocksparse computes no gradients. Call it under torch.no_grad(), or detach q, k and v.")
     if torch.compiler.is_compiling():
         return
     # To ask each tensor takes microseconds.
     if under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
-        raise ValueError("blocksparse computes no forward-mode gradients: detach q, k and v")
+        raise ValueError("blocksparse computes no forward-mode gradients. Detach q, k and v.")
 
 
 def _check_kind(name: str, x: Tensor) -> None:
@@ -215,24 +214,24 @@ def _check_kind(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"'{name}' must be a tensor: {type(x).__name__}")
     if x.is_nested:
-        raise TypeError(f"'{name}' must not be a nested tensor: call once for the prompts of each length")
+        raise TypeError(f"'{name}' must not be a nested tensor. Call once for the prompts of each length.")
     if x.layout != torch.strided:
-        raise TypeError(f"'{name}' must be a dense tensor: {x.layout}; convert it with .to_dense()")
+        raise TypeError(f"'{name}' must be a dense tensor: {x.layout}. Convert it with .to_dense().")
     # While a graph is traced, the inputs are fake tensors, a subclass that is fine here.
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not torch.compiler.is_compiling():
         raise TypeError(
-            f"'{name}' must be a plain tensor: {type(x).__name__}; "
-            "pass the tensor that it wraps, as .to_local() of a DTensor gives it"
+            f"'{name}' must be a plain tensor: {type(x).__name__}. "
+            "Pass the tensor that it wraps, as .to_local() of a DTensor gives it."
         )
     if x.dtype not in DTYPES:
         raise TypeError(
-            f"'{name}' must be a floating-point tensor: {x.dtype}; "
-            "convert it to float16, bfloat16, float32 or float64"
+            f"'{name}' must be a floating-point tensor: {x.dtype}. "
+            "Convert it to float16, bfloat16, float32 or float64."
         )
     if x.ndim != 4:
-        raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}; {_LAYOUT}")
+        raise ValueError(f"'{name}' must have the shape [B, H, N, D]: {tuple(x.shape)}. {_LAYOUT}")
     if 0 in x.shape[1:]:
-        raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}; {_LAYOUT}")
+        raise ValueError(f"'{name}' must not be empty: {tuple(x.shape)}. {_LAYOUT}")
 
 
 def _warn_of_heads(shape: tuple[int, ...]) -> None:
@@ -241,7 +240,8 @@ def _warn_of_heads(shape: tuple[int, ...]) -> None:
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "blocksparse":
         level, frame = level + 1, frame.f_back
     warnings.warn(
-        f"'k' has more heads than tokens: {shape}; {_LAYOUT}: transpose(1, 2) q, k and v if they are [B, N, H, D]",
+        f"'k' has more heads than tokens: {shape}. {_LAYOUT} "
+        "If q, k and v are [B, N, H, D], transpose(1, 2) them.",
         stacklevel=level,
     )
 
@@ -251,6 +251,6 @@ def _of_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     device, dtypes = q.device.type, (q.dtype, k.dtype, v.dtype)
     if not torch.is_autocast_enabled(device) or any(dtype not in AUTOCAST_TAKES for dtype in dtypes):
         given = ", ".join(map(str, dtypes))
-        raise TypeError(f"q, k and v must have one dtype: {given}; convert them with .to()")
+        raise TypeError(f"q, k and v must have one dtype: {given}. Convert them with .to().")
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)

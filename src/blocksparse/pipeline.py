@@ -23,7 +23,7 @@ from blocksparse.select.selector import Selector
 from blocksparse.spec import AttentionOptions, AttentionSpec
 from blocksparse.values import Choice, MaskT, PermutationT, ScoresT, Trace
 
-_chosen = a(Choice).or_else("pipeline.choose(q, k) makes one")
+_chosen = a(Choice).or_else("Get one from pipeline.choose(q, k).")
 
 
 @final
@@ -200,8 +200,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         output = self.attend(q, k, v, self.choose(q, k, v, **options))
         if output.lse is None:
             raise ValueError(
-                f"{type(self.executor).__name__} gives no lse for tensors on {q.device.type}: call the pipeline "
-                "itself, or choose another executor"
+                f"{type(self.executor).__name__} gives no lse for tensors on {q.device.type}. Call the pipeline "
+                "itself, or choose another executor."
             )
         return output
 

@@ -40,7 +40,7 @@ class StageTypes(NamedTuple):
         Raises:
             TypeError: one is not such a stage, or needs a value that the previous stage does not return.
         """
-        rule = "the order is permuter, scorer, selector, executor"
+        rule = "The order is permuter, scorer, selector, executor."
         a(Permuter).or_else(rule).check(permuter=permuter)
         a(Scorer).or_else(rule).check(scorer=scorer)
         a(Selector).or_else(rule).check(selector=selector)
@@ -119,8 +119,8 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
         if tau is not None and reads_beyond(self.selector, tau):
             raise ValueError(
                 f"{self.scorer!r} gives values in heads whose divergence is below 'tau' alone, and "
-                f"{self.selector!r} looks at others: give a scorer without 'tau', or a RoutedByDivergence of the "
-                "same 'tau'"
+                f"{self.selector!r} looks at others. Give a scorer without 'tau', or a RoutedByDivergence of the "
+                "same 'tau'."
             )
 
     @staticmethod
@@ -156,8 +156,8 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
         """
         if not len(q):
             raise ValueError(
-                f"'q' has an empty batch, {tuple(q.shape)}, of which no stage chooses anything: call the pipeline "
-                "itself, which returns an empty output"
+                f"'q' has an empty batch, {tuple(q.shape)}, of which no stage chooses anything. Call the pipeline "
+                "itself, which returns an empty output."
             )
         permutation = self.permuter(q, k, spec)
         check_gave(self._types.permutation, permutation)
@@ -250,11 +250,11 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
     def _check_history(self, permutation: Permutation, history: KeyHistory, spec: AttentionSpec) -> None:
         if not self.scorer.traits.history:
             because = f"{type(self.scorer).__name__} remembers nothing of keys"
-            raise UnsupportedError(f"{because}: call without 'history', which would save nothing", because)
+            raise UnsupportedError(f"{because}. Call without 'history', which would save nothing.", because)
         if permutation.k_index is not None:
             raise ValueError(
                 f"{type(self.permuter).__name__} moves keys, so that blocks change from chunk to chunk, and a "
-                "history is of blocks that stay: call without 'history'"
+                "history is of blocks that stay. Call without 'history'."
             )
 
 

@@ -47,7 +47,7 @@ def checked_scale(scale: float) -> float:
         TypeError, ValueError: it is not a number, or out of range.
     """
     if not is_real(scale):
-        raise TypeError(f"'scale' must be a number: {type(scale).__name__}; convert it with float()")
+        raise TypeError(f"'scale' must be a number: {type(scale).__name__}. Convert it with float().")
     try:
         value = float(scale)
     except OverflowError:  # an integer that is too large for a float
@@ -154,7 +154,7 @@ class AttentionSpec:
         if window is not None and not self.causal:
             raise ValueError(
                 f"a sliding window is causal, a query sees the window={shown(window)} tokens that end with its "
-                "own: call with causal=True, or without a window"
+                "own. Call with causal=True, or without a window."
             )
 
     @staticmethod

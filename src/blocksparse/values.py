@@ -115,12 +115,12 @@ class Choice(Generic[MaskT]):
         its = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]
         if mine != its:
             raise ValueError(
-                f"this choice was made for (B, Hq, Hkv, M, N, D) = {mine}, and q and k have {its}: call choose() "
-                "again"
+                f"this choice was made for (B, Hq, Hkv, M, N, D) = {mine}, and q and k have {its}. Call choose() "
+                "again."
             )
         if device != q.device:
-            raise ValueError(f"this choice lies on {device}, and q and k are on {q.device}: call choose() again")
+            raise ValueError(f"this choice lies on {device}, and q and k are on {q.device}. Call choose() again.")
         if self.dtype.itemsize != q.dtype.itemsize:
             raise ValueError(
-                f"this choice was made for {self.dtype}, and q and k are {q.dtype}: call choose() again"
+                f"this choice was made for {self.dtype}, and q and k are {q.dtype}. Call choose() again."
             )

@@ -67,9 +67,9 @@ def test_there_and_back() -> None:
 @pytest.mark.parametrize(
     ("mask_mod", "is_causal", "message"),
     [
-        (causal, False, r"'block_mask' forbids query 0 and key 1 in head 0 of entry 0, .* say causal=True, or"),
-        (every_other_block, True, r"allows all pairs of block \(0, 0\) in head 0 of entry 0, .* say causal=False"),
-        (lambda b, h, q, k: (q >= k) & (q - k < 20), True, "forbids query 20 and key 0 .* leave such rules to"),
+        (causal, False, r"'block_mask' forbids query 0 and key 1 in head 0 of entry 0, .* Say causal=True, or"),
+        (every_other_block, True, r"allows all pairs of block \(0, 0\) in head 0 of entry 0, .* Say causal=False"),
+        (lambda b, h, q, k: (q >= k) & (q - k < 20), True, "forbids query 20 and key 0 .* Leave such rules to"),
         (lambda b, h, q, k: q // 24 == k // 24, False, "forbids query 0 and key 24"),
         (lambda b, h, q, k: q > k, True, "forbids query 0 and key 0"),
     ],
@@ -151,7 +151,7 @@ def test_what_flashinfer_cannot_honour_is_refused() -> None:
         bs.Identity(), bs.MeanPoolScorer(BLOCK), bs.TopK(2), bs.ReferenceExecutor()
     )
     mask = own.trace(q, k, v, causal=False).mask
-    with pytest.raises(ValueError, match="one mask per KV head, and this one has 4 for 2: use SharedByGroup"):
+    with pytest.raises(ValueError, match=r"one mask per KV head, and this one has 4 for 2\. Use SharedByGroup"):
         to_flashinfer(mask)
     with pytest.raises(ValueError, match="'entry' must be less than the batch of 1: 1"):
         to_flashinfer(mask.share_heads(), entry=1)

@@ -244,7 +244,7 @@ def test_an_early_stop_does_not_go_with_text() -> None:
     model = made(CASES["flux"])
     with (
         attached(model, stops),
-        pytest.raises(TypeError, match=r"text are added .* use an executor that does not stop"),
+        pytest.raises(TypeError, match=r"text are added .* Use an executor that does not stop"),
     ):
         run(model, given(CASES["flux"], SMALL))
     with attached(model := made(CASES["wan"]), stops):
@@ -259,7 +259,7 @@ def test_an_order_with_a_grid_of_its_own_must_fit() -> None:
     with attached(model, watched(Watched(), fits)):
         assert torch.equal(run(model, given(CASES["wan"], SMALL)), expected)
         with pytest.raises(
-            ValueError, match=r"made for the grid \(3, 4, 6\), and the tokens .* \(2, 7, 5\): leave"
+            ValueError, match=r"made for the grid \(3, 4, 6\), and the tokens .* \(2, 7, 5\). Leave"
         ):
             run(model, given(CASES["wan"], LARGE))
     for order in (HilbertOrder(SMALL, prefix=7), HilbertOrder(SMALL, suffix=7)):
@@ -890,7 +890,7 @@ def test_one_forward_call_at_a_time() -> None:
         try:
             with pytest.raises(RuntimeError, match="still runs in another thread"):
                 run(model, inputs)
-            with pytest.raises(RuntimeError, match="detach when it has ended"):
+            with pytest.raises(RuntimeError, match="Detach when it has ended"):
                 attachment.detach()
         finally:
             go_on.set()
@@ -958,7 +958,7 @@ def test_a_model_of_ones_own() -> None:
     wan = made(CASES["wan"])
     model, inputs = Own.from_config(wan.config).eval(), given(CASES["wan"], SMALL)
     model.load_state_dict(wan.state_dict())
-    with pytest.raises(ValueError, match=r"Own is not a known transformer .* give family=Family"):
+    with pytest.raises(ValueError, match=r"Own is not a known transformer .* Give family=Family"):
         attached(model)
     family = Family(lambda config, given: TokenLayout((SMALL,)), attention=("attn1",))
     with attached(wan), attached(model, family=family):

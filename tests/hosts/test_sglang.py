@@ -258,7 +258,7 @@ def test_room_that_sglang_gives_for_the_output() -> None:
 def test_sentences_name_the_option_of_sglang() -> None:
     host = Host("blocksparse", "--json-model-override-args")
     served = Served("llama", layers=4, heads=8, kv_heads=2)
-    with pytest.raises(ConfigurationError, match=r"^the attention backend blocksparse needs .*: add --json-"):
+    with pytest.raises(ConfigurationError, match=r"^the attention backend blocksparse needs .*. Add --json-"):
         Settings.of({}, served, host)
     with pytest.raises(ConfigurationError, match=r"^'blocksparse' in --json-model-.* cannot be used: "):
         Settings.of({"blocksparse": {"preset": "pbs"}}, served, host)

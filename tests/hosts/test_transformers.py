@@ -829,7 +829,7 @@ def test_attachments_stack() -> None:
     model(ids)
     assert below.sparse_calls() == {}
     assert all_sparse(above)
-    with pytest.raises(RuntimeError, match="lies below a later attachment: detach that one"):
+    with pytest.raises(RuntimeError, match=r"lies below a later attachment\. Detach that one"):
         first.detach()
     second.detach()
     model(ids)
@@ -910,7 +910,7 @@ def test_models_that_add_keys_are_an_error() -> None:
                 mask,
                 "got 70 queries and 75 keys, and a mask of 70 queries and 70 keys: a model that adds its own keys",
             ),
-            (None, "got 70 queries, 75 keys and no mask, .* a model that adds its own keys cannot run while"),
+            (None, "got 70 queries, 75 keys and no mask, .* A model that adds its own keys cannot run while"),
         ):
             with pytest.raises(ValueError, match=sentence):
                 attend(model.model.layers[0].self_attn, x, more, more, given)
@@ -997,7 +997,7 @@ def test_a_chunk_mask_is_the_mask_of_a_chunk() -> None:
         assert isinstance(moved, PromptMask)
         assert (moved.seen, moved.shape) == (5, mask.shape)
     assert mask.to("meta").device.type == "meta"
-    with pytest.raises(TypeError, match=r"cannot be changed in place: clone it before fill_\(\)"):
+    with pytest.raises(TypeError, match=r"cannot be changed in place. Clone it before fill_\(\)"):
         mask.fill_(True)
     with pytest.raises(TypeError):
         mask[0] = True
@@ -1023,7 +1023,7 @@ def test_a_chunk_without_a_mask_is_an_error() -> None:
     model.set_attn_implementation("sdpa")
     with (
         attach(model, SPARSE) as attachment,
-        pytest.raises(ValueError, match=r"got 30 queries, 70 keys and no mask.*: attach to the whole model"),
+        pytest.raises(ValueError, match=r"got 30 queries, 70 keys and no mask.*. Attach to the whole model"),
     ):
         AttentionInterface._global_mapping[attachment.key](model.model.layers[0].self_attn, q, k, v, None)
 
@@ -1107,7 +1107,7 @@ def test_models_that_share_a_config_share_no_pipeline() -> None:
         assert recorder.sparse_calls() == recorder.dense_calls() == {}
         one(ids)
         assert all_sparse(recorder)
-        with pytest.raises(ValueError, match=r"shares its LlamaConfig with another model.*: give each model"):
+        with pytest.raises(ValueError, match=r"shares its LlamaConfig with another model.*. Give each model"):
             attach(two, SPARSE)
         with attached(one.model, DensityRecorder(), SPARSE):  # a part of the same model
             one(ids)

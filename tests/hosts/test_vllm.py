@@ -457,7 +457,7 @@ def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model(
     ("given", "sentence"),
     [
         (7, "it must be an object with some of preset, quality, settings, band, sink, executor, plan, dense, "),
-        ({"preset": "pbs_attn", "tau": 1}, "there is no 'tau'; there are preset, quality, settings, band, "),
+        ({"preset": "pbs_attn", "tau": 1}, "there is no 'tau'. There are preset, quality, settings, band, "),
         (
             {"preset": "sparge", "quality": "fast"},
             "'quality' is an argument of the preset 'auto', and must be given ",
@@ -467,18 +467,18 @@ def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model(
         ({"preset": "auto", "band": -1}, "'tokens' must be a whole number, at least 0: -1"),
         (
             {"preset": "auto", "executor": "int4"},
-            "there is no executor 'int4'; there are auto, triton, int8, flex",
+            "there is no executor 'int4'. There are auto, triton, int8, flex",
         ),
         ({"preset": "auto", "dense_below": -1}, "'dense_below' must be a number of floating-point operations"),
         ({"plan": "no-plan.json", "sink": 1}, "a plan says what each layer does, so 'sink' must be left out"),
         ({}, "it must have one of 'preset' and 'plan': {}"),
         ({"preset": "s2o", "plan": "x"}, "it must have one of 'preset' and 'plan': {"),
-        ({"preset": "pbs"}, "there is no preset 'pbs'; there are auto, pbs_attn, "),
-        ({"preset": ["s2o"]}, "there is no preset ['s2o']; there are "),
-        ({"preset": "no_such:f"}, "there is no preset 'no_such:f': No module named 'no_such'; add the folder "),
-        ({"preset": "json:f"}, "there is no preset 'json:f': define a function 'f' in the module "),
-        ({"preset": ":f"}, "there is no preset ':f': "),
-        ({"preset": ".x:f"}, "there is no preset '.x:f': "),
+        ({"preset": "pbs"}, "there is no preset 'pbs'. There are auto, pbs_attn, "),
+        ({"preset": ["s2o"]}, "there is no preset ['s2o']. There are "),
+        ({"preset": "no_such:f"}, "there is no preset 'no_such:f': No module named 'no_such'. Add the folder "),
+        ({"preset": "json:f"}, "there is no preset 'json:f'. Define a function 'f' in the module "),
+        ({"preset": ":f"}, "there is no preset ':f'. "),
+        ({"preset": ".x:f"}, "there is no preset '.x:f'. "),
         ({"preset": "math:pi"}, "'math:pi' must be a function that returns a Pipeline: 3.14"),
         ({"preset": "builtins:list"}, "'builtins:list' must return a Pipeline: []"),
         ({"preset": "xattention", "settings": 0.9}, "'settings' must be a Mapping: 0.9"),
@@ -512,7 +512,7 @@ def test_a_wrong_configuration_is_one_sentence(given: object, sentence: str) -> 
 @pytest.mark.parametrize("additional", [{}, {"other": 1}, None, {"blocksparse": None}])
 def test_no_configuration_is_one_sentence(additional: object) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"^the attention backend BLOCKSPARSE needs to know what to run: "
+        ConfigurationError, match=r"^the attention backend BLOCKSPARSE needs to know what to run\. "
     ):
         Settings.of(additional, SERVED, HOST)
 

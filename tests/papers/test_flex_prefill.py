@@ -153,7 +153,7 @@ def test_values_only_where_the_rule_asks_for_them(M: int, tau: float | list[floa
     assert torch.equal(spared.scores.values, whole.scores.values * below[..., None, None])
     if not isinstance(tau, float) or tau > 0:
         assert 0 < int(below.sum()) < below.numel()
-    with pytest.raises(ValueError, match="give both the same"):
+    with pytest.raises(ValueError, match="Give both the same"):
         RoutedByDivergence(0.25, similar=rule.similar, otherwise=rule.otherwise)(spared.scores)
 
 
@@ -195,7 +195,7 @@ def test_a_selector_that_asks_for_every_head_is_refused() -> None:
         Blind() | Own(),
         Own(),
     ):
-        with pytest.raises(ValueError, match=r"looks at others: give a scorer without 'tau', or a RoutedBy"):
+        with pytest.raises(ValueError, match=r"looks at others. Give a scorer without 'tau', or a RoutedBy"):
             attrs.evolve(pipeline, selector=selector)
         bs.Pipeline(bs.Identity(), VerticalSlashScorer(16), selector, bs.ReferenceExecutor())
     for same in (
@@ -477,7 +477,7 @@ def test_router_takes_each_head_its_way() -> None:
 def test_router_refuses_another_grid() -> None:
     scores = lines(64, vertical=torch.full((2, 64), 1 / 64))
     for rule in (bs.SharedByGroup(VerticalSlashCdf(0.5)), bs.Refined(VerticalSlashCdf(0.5), 2)):
-        with pytest.raises(ValueError, match="put 'Refined' and 'SharedByGroup' around it"):
+        with pytest.raises(ValueError, match="Put 'Refined' and 'SharedByGroup' around it"):
             RoutedByDivergence(0.1, rule, VerticalSlashCdf(0.5))(scores)
 
 

@@ -207,7 +207,7 @@ def test_maps_of_other_precisions_are_permutations(dtype: torch.dtype) -> None:
 
 def test_it_is_causal_only() -> None:
     q, k, v = make_qkv(N=64, D=16)
-    with pytest.raises(ValueError, match="call the pipeline with causal=True"):
+    with pytest.raises(ValueError, match="Call the pipeline with causal=True"):
         s2o(S=32, block=16)(q, k, v, causal=False)
 
 

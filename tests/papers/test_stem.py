@@ -133,7 +133,7 @@ def test_who_passes_values_and_who_refuses() -> None:
         pipeline.choose(q, k)
     pair = bs.ScorerPair(bs.OutputAwareScorer(block=16), bs.MeanPoolScorer(16))
     two = bs.Pipeline(bs.Identity(), pair, bs.SelectorPair(bs.TopK(1), bs.TopK(1)), bs.ReferenceExecutor())
-    with pytest.raises(ValueError, match="inside another scorer it gets none"):
+    with pytest.raises(ValueError, match="Inside another scorer it gets none"):
         two(q, k, v)
     with pytest.raises(ValueError, match="remembers nothing of keys"):
         pipeline(q, k, v, history=bs.KeyHistory())

@@ -196,7 +196,7 @@ def test_svg2(cases: range) -> None:
 def test_grids_are_asked_for() -> None:
     q, k, v = (x.float() for x in (lambda case: (case.q, case.k, case.v))(small(0, causal=False, N=60)))
     for preset, name in ((bs.radial, "Radial"), (partial(bs.lva, period=2, radius=1), "Frames")):
-        with pytest.raises(ValueError, match=f"{name} has no grid: give it as"):
+        with pytest.raises(ValueError, match=f"{name} has no grid. Give it as"):
             preset()(q, k, v, causal=False)
         with pytest.raises(
             ValueError, match=rf"{name} needs at least 67 keys \(prefix 3 \+ grid 4 x 4 x 4 = 64\)"

@@ -210,7 +210,7 @@ def test_groups_of_heads_get_choices_of_their_own(model: Any, tmp_path: Path) ->
 def test_layers_that_are_never_sparse_stay_dense(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     windowed = MistralForCausalLM(MistralConfig(**sizes, vocab_size=260, num_key_value_heads=2, sliding_window=32))
-    with pytest.raises(TuneError, match="no layer of the model can be sparse; its attention is dense: "):
+    with pytest.raises(TuneError, match=r"no layer of the model can be sparse\. Its attention is dense: "):
         tuned(windowed.eval(), tmp_path / "j")
 
 
@@ -219,7 +219,7 @@ def test_layers_with_a_softcap_stay_dense(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = Gemma2Config(**sizes, vocab_size=260, num_key_value_heads=2, head_dim=16, attn_implementation="eager")
     model, (prompt,) = Gemma2ForCausalLM(config).eval(), tiny.prompts(1, 0)
-    with pytest.raises(TuneError, match="its attention is dense: softcap or attention sinks, which tune does not"):
+    with pytest.raises(TuneError, match="Its attention is dense: softcap or attention sinks, which tune does not"):
         tuned(model, tmp_path / "all")
     model.model.layers[1].self_attn.attn_logit_softcapping = None
     bench = Bench(model, Journal.open(tmp_path / "one", {}), Work(lambda *_: None, {}), 60)
@@ -537,7 +537,7 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
             ["MODEL", "--strategy", "sparge", "--text-kl", "1"],
             "'--text-kl' does not apply to '--strategy sparge': ",
         ),
-        (["MODEL", "--l1", "0.1"], "'--l1' does not apply to '--strategy kl': leave one of the two out: 0.1"),
+        (["MODEL", "--l1", "0.1"], "'--l1' does not apply to '--strategy kl': 0.1. Leave one of the two out."),
         (["MODEL", "--out", "."], "'--out' must be a file, the plan: . is a folder"),
     ],
 )
@@ -575,4 +575,4 @@ def test_the_command_says_that_calls_are_too_large(
     ]
     assert main(["tune", str(folder), "--out", str(tmp_path / "plan.json"), *options]) == 1
     said = capsys.readouterr().err
-    assert "the device has too little memory for calls of 1000000000 prompts: take shorter prompts or " in said
+    assert "the device has too little memory for calls of 1000000000 prompts. Take shorter prompts or " in said

@@ -162,7 +162,7 @@ class PageTable:
             if not isinstance(x, Tensor) or x.dtype not in DTYPES or x.dtype != keys.dtype:
                 raise TypeError(
                     f"'{name}' must be a tensor of float16, bfloat16, float32 or float64, the same for keys and "
-                    f"values: {shown(x)}; caches in 8 bits must be converted first"
+                    f"values: {shown(x)}. Caches in 8 bits must be converted first."
                 )
             if x.ndim != 4 or x.shape[:3] != keys.shape[:3] or x.shape[2] != self.page_size:
                 raise ValueError(

@@ -194,7 +194,7 @@ class Sequences(OpaqueBase):
             if tokens and end - start != tokens:
                 raise ValueError(
                     f"'attention_mask' must have its padding before or behind each prompt: entry {entry} has some "
-                    f"inside; its prompt lies between {start} and {end} but has {tokens} tokens"
+                    f"inside. Its prompt lies between {start} and {end} but has {tokens} tokens."
                 )
             first_query = max(start, N - M)
             own = max(0, end - first_query) if tokens else 0
@@ -213,8 +213,8 @@ class Sequences(OpaqueBase):
         self.check_fits(q.shape[0], q.shape[2], k.shape[2], causal=spec.causal)
         if spec.remaining:
             raise ValueError(
-                f"'remaining' must be 0 with 'sequences': {spec.remaining}; give a number for each prompt, "
-                "Sequences(..., remaining=[...])"
+                f"'remaining' must be 0 with 'sequences': {spec.remaining}. Give a number for each prompt, "
+                "Sequences(..., remaining=[...])."
             )
         return [
             (span.rows(q), span.columns(k), span.columns(v), spec.with_remaining(more))
@@ -235,8 +235,8 @@ class Sequences(OpaqueBase):
                 "the sequences lie in {} entries of a batch with {} queries and {} keys, but q and k ".format(
                     *sizes
                 )
-                + "have {} entries with {} queries and {} keys; ".format(*given)
-                + "the lengths of packed sequences must sum to the tokens of q and k"
+                + "have {} entries with {} queries and {} keys. ".format(*given)
+                + "The lengths of packed sequences must sum to the tokens of q and k"
             )
         for i, span in enumerate(self.spans):
             if causal and span.queries > span.keys:

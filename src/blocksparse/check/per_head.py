@@ -199,8 +199,8 @@ def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
     entries = value.on(scores.device)
     if entries.shape[0] != scores.shape[1]:
         raise ValueError(
-            f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}; give one "
-            "number per query head, or one for all"
+            f"a per-head value needs one entry per query head ({scores.shape[1]}): {entries.shape[0]}. Give one "
+            "number per query head, or one for all."
         )
     return entries.reshape(1, -1, 1, 1)
 
@@ -262,6 +262,6 @@ def check_heads(stage: object, heads: int) -> None:
     for each in fields(kind) if has(kind) else ():
         value = getattr(stage, each.name)
         for reason in wrong_heads(each.alias or each.name, value, heads):
-            raise ValueError(f"{type(stage).__name__}: {reason}; give one number per query head, or one for all")
+            raise ValueError(f"{type(stage).__name__}: {reason}. Give one number per query head, or one for all.")
         if each.init:
             check_heads(value, heads)

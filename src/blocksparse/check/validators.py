@@ -1,4 +1,4 @@
-"""Rules for arguments. An error is one sentence with the name of the user's argument."""
+"""Rules for arguments. An error names the user's argument, the rule and the value, and then the fix."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Rule:
 
     def or_else(self, hint: str) -> Rule:
         """The same rule, whose error ends with what to do."""
-        return evolve(self, hint=f"; {hint}")
+        return evolve(self, hint=f". {hint}")
 
 
 def is_whole(value: object) -> TypeGuard[int]:

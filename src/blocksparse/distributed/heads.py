@@ -63,8 +63,8 @@ def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) ->
     if Hq % ranks or (Hkv % ranks and ranks % Hkv):
         raise ValueError(
             f"{Hq} query heads and {Hkv} KV heads cannot be spread evenly over {ranks} ranks: the ranks must "
-            "divide the KV heads, or be a multiple of them that divides the query heads: use AllGatherKV, which "
-            "takes any heads, with a pipeline that chooses in each row of blocks by itself, as auto() does"
+            "divide the KV heads, or be a multiple of them that divides the query heads. Use AllGatherKV, which "
+            "takes any heads, with a pipeline that chooses in each row of blocks by itself, as auto() does."
         )
     by_key = [loads[h * group : (h + 1) * group] for h in range(Hkv)]
     if ranks > Hkv:  # some ranks for each KV head, which share its query heads
@@ -143,17 +143,17 @@ def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
         if isinstance(stage, Random):
             raise ValueError(
                 f"'{name}' needs the index of the KV head in the whole model, which a rank with some heads does "
-                "not have: use AllGatherKV, whose ranks have all heads"
+                "not have. Use AllGatherKV, whose ranks have all heads."
             )
         if split and isinstance(stage, SharedByGroup):
             raise ValueError(
-                f"'{name}' joins the query heads of a KV head, which are on several ranks here: leave it out, or "
-                "use at most as many ranks as KV heads"
+                f"'{name}' joins the query heads of a KV head, which are on several ranks here. Leave it out, or "
+                "use at most as many ranks as KV heads."
             )
         if split and getattr(stage, "per_query_head", True) is False:
             raise ValueError(
-                f"'{name}' has one order for the query heads of a KV head, which are on several ranks here: give "
-                "it per_query_head=True, or use at most as many ranks as KV heads"
+                f"'{name}' has one order for the query heads of a KV head, which are on several ranks here. Give "
+                "it per_query_head=True, or use at most as many ranks as KV heads."
             )
 
 

@@ -82,11 +82,11 @@ class Ranks:
         names = mesh.mesh_dim_names or ()
         if dim not in names:
             its = ", ".join(map(repr, names)) or "dimensions without names; pass mesh_dim_names"
-            raise ValueError(f"the mesh has no dimension {dim!r}; it has {its}")
+            raise ValueError(f"the mesh has no dimension {dim!r}. It has {its}.")
         if not dist.is_initialized():
             raise RuntimeError(
-                "no process group is initialised: call torch.distributed.init_process_group(), or make the mesh "
-                "with init_device_mesh, after which other ranks can be reached"
+                "no process group is initialised. Call torch.distributed.init_process_group(), or make the mesh "
+                "with init_device_mesh, after which other ranks can be reached."
             )
         if mesh.get_coordinate() is None:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the mesh")
@@ -244,13 +244,13 @@ def checked(
         spec = AttentionSpec.of(q.shape[1], scale, options)
         if spec.window is not None:
             raise ValueError(
-                f"the call has a sliding window of {spec.window} tokens, and no scheme supports windows: spread "
-                "heads instead (tensor parallel), or call without"
+                f"the call has a sliding window of {spec.window} tokens, and no scheme supports windows. Spread "
+                "heads instead (tensor parallel), or call without."
             )
         if q.device != ranks.device:
             raise ValueError(
-                f"q, k and v are on {q.device}, and this rank sends from {ranks.device}: move them with .to(), or "
-                "make that the current device first"
+                f"q, k and v are on {q.device}, and this rank sends from {ranks.device}. Move them with .to(), or "
+                "make that the current device first."
             )
     except Exception:
         ranks.told([0] * (len(_SAME) + 3))
@@ -290,7 +290,7 @@ def lengths(
     if call.spec.causal and sum(queries) > sum(keys) and call.sequences is None:
         raise ValueError(
             f"causal attention needs at least as many keys as queries, the queries being the last ones: "
-            f"Nq={sum(queries)}, Nk={sum(keys)} over all ranks; pass the cached keys too"
+            f"Nq={sum(queries)}, Nk={sum(keys)} over all ranks. Pass the cached keys too."
         )
     return queries, keys
 

@@ -64,13 +64,13 @@ class Ring(SequenceScheme):
             if not (isinstance(said.value, type) and issubclass(said.value, GlobalPermutation)):
                 raise ValueError(
                     f"{type(pipeline.permuter).__name__} may give each group of queries its own order, and "
-                    "the keys of a ring must stay inside segments: use AllGatherKV or Ulysses"
+                    "the keys of a ring must stay inside segments. Use AllGatherKV or Ulysses."
                 )
         for said in declared(pipeline.executor, Executor, 1):
             if said.value is RankedBlockMask:
                 raise ValueError(
                     f"{type(pipeline.executor).__name__} visits all blocks of a row in one order, and a ring has "
-                    "the keys of one rank at a time: use AllGatherKV or Ulysses"
+                    "the keys of one rank at a time. Use AllGatherKV or Ulysses."
                 )
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
@@ -81,12 +81,12 @@ class Ring(SequenceScheme):
         if isinstance(pipeline.scorer, ValueScorer):
             raise ValueError(
                 f"{type(pipeline.scorer).__name__} scores blocks by values, and no rank of a ring has those "
-                "of all keys: use AllGatherKV"
+                "of all keys. Use AllGatherKV."
             )
         if call.spec.sinks is not None:
             raise ValueError(
                 "the call has sinks, and a ring, which attends to the keys of one rank after another, would count "
-                "them each time: use AllGatherKV or Ulysses"
+                "them each time. Use AllGatherKV or Ulysses."
             )
         before = sum(keys) - sum(queries) if call.spec.causal else 0
         if before % at:
@@ -127,7 +127,7 @@ class Ring(SequenceScheme):
             if output.lse is None:
                 raise ValueError(
                     f"{type(executor).__name__} gives no lse for tensors on {q.device.type}, by which a ring "
-                    "merges outputs: choose another executor"
+                    "merges outputs. Choose another executor."
                 )
             result.add(some_q, output.out, output.lse)
 
@@ -167,7 +167,7 @@ class Ring(SequenceScheme):
                 if permutation.k_index is not None and (permutation.segment is None or at % permutation.segment):
                     raise ValueError(
                         f"the keys of a ring must stay inside segments, and {type(pipeline.permuter).__name__} "
-                        "does not promise that they do: use AllGatherKV or Ulysses"
+                        "does not promise that they do. Use AllGatherKV or Ulysses."
                     )
                 masks.append((permutation, mask))
         return [PieceMask.of(piece, masks) for piece, masks in zip(mine, chosen, strict=True)]

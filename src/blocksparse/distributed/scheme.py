@@ -141,18 +141,18 @@ class SequenceScheme(Scheme):
         try:
             return of_parts(causal, pipeline.permuter, pipeline.scorer, pipeline.selector)
         except ValueError as error:
-            raise ValueError(f"{error}; {self._hint(heads)}") from error
+            raise ValueError(f"{str(error).removesuffix('.')}. {self._hint(heads)}") from error
 
     def _hint(self, heads: tuple[int, int] | None) -> str:
-        by_rows = "give a pipeline that chooses in each row of blocks by itself, as auto() does"
+        by_rows = "a pipeline that chooses in each row of blocks by itself, as auto() does"
         if heads is None:
-            return f"use Ulysses, whose ranks divide the heads, or {by_rows}"
+            return f"Use Ulysses, whose ranks divide the heads, or {by_rows}."
         try:
             shares(*heads, self._ranks.size, [1.0] * heads[0], 1)
             refuse_apart(self._pipeline, split=self._ranks.size > heads[1])
         except ValueError:  # Ulysses would refuse these heads
-            return by_rows
-        return "use Ulysses, which runs this pipeline on whole sequences"
+            return f"Give {by_rows}."
+        return "Use Ulysses, which runs this pipeline on whole sequences."
 
     def _pieces(self, tokens: Sequence[int], before: int, at: int) -> list[list[Piece]]:
         """The pieces of each rank, which has so many tokens."""
@@ -209,7 +209,7 @@ def attend_whole(
     output = pipeline.attend(q, k, v() if values is None else values, choice)
     if call.with_lse and output.lse is None:
         raise ValueError(
-            f"{type(pipeline.executor).__name__} gives no lse for tensors on {q.device.type}: call without it, or "
-            "choose another executor"
+            f"{type(pipeline.executor).__name__} gives no lse for tensors on {q.device.type}. Call without it, or "
+            "choose another executor."
         )
     return replace(output, visit=output.visit or choice.mask)

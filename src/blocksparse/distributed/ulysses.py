@@ -88,7 +88,7 @@ class Ulysses(Scheme):
             )
         if torch.compiler.is_compiling():
             raise ValueError(
-                "torch.compile takes no 'sequences' over ranks: call without, or leave the call out of it"
+                "torch.compile takes no 'sequences' over ranks. Call without, or leave the call out of it."
             )
         q, k, v, spec = checked(q, k, v, ranks=self._ranks, sequences=sequences, **options)
         with without_autocast(q):
@@ -105,7 +105,7 @@ class Ulysses(Scheme):
         """
         q, k, v, spec = checked(q, k, v, ranks=self._ranks, **options)
         if isinstance(self.attention, Scheme):
-            raise ValueError("densities are measured for whole sequences: give a Ulysses around a pipeline")
+            raise ValueError("densities are measured for whole sequences. Give a Ulysses around a pipeline.")
         density = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
 
         def note(heads: Heads, output: AttentionOutput) -> None:

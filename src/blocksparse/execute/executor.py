@@ -141,8 +141,8 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
             raise TypeError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
         if q.dtype not in DTYPES:
             raise TypeError(
-                f"q, k and v must be floating-point tensors: {q.dtype}; "
-                "convert them to float16, bfloat16, float32 or float64"
+                f"q, k and v must be floating-point tensors: {q.dtype}. "
+                "Convert them to float16, bfloat16, float32 or float64."
             )
         refuse_gradients(q, k, v)
         (*heads_and_tokens, D), its = k.shape, v.shape
@@ -183,7 +183,7 @@ def refuse_several_orders(mask: BlockMask, kernel: str) -> None:
     if not isinstance(mask.grid.permutation, GlobalPermutation):
         raise ValueError(
             f"{kernel} takes keys in one order, and rows of this mask have different key orders, as from "
-            "GlobalIndexMap: run it with an executor of this package"
+            "GlobalIndexMap. Run it with an executor of this package."
         )
 
 

@@ -267,8 +267,8 @@ def _compiled() -> Callable[..., Any]:
     def over_lists(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise ValueError(
-                "FlexExecutor needs compiled FlexAttention, but torch.compile ran it uncompiled: "
-                "reset torch.compiler.set_stance to 'default', or use ReferenceExecutor()"
+                "FlexExecutor needs compiled FlexAttention, but torch.compile ran it uncompiled. "
+                "Reset torch.compiler.set_stance to 'default', or use ReferenceExecutor()."
             )
         return flex_attention(*args, **kwargs)
 

@@ -155,7 +155,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
 
     def __attrs_post_init__(self) -> None:
         if self.scales == "block" and isinstance(self.tiles, HopperTiles):
-            raise ValueError("'scales' must be 'token' with HopperTiles: 'block'; or give TritonTiles as 'tiles'")
+            raise ValueError("'scales' must be 'token' with HopperTiles: 'block'. Or give TritonTiles as 'tiles'.")
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
         if find_spec("triton") is None:

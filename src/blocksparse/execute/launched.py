@@ -91,7 +91,7 @@ def first_launched(
         except LaunchError as error:
             note((kernel, of), error)
     refuse()
-    raise LaunchError("no kernel can be launched; use AutoExecutor(), which chooses another executor")
+    raise LaunchError("no kernel can be launched. Use AutoExecutor(), which chooses another executor.")
 
 
 def never_launched(kernels: Iterable[_Kernel], of: Hashable) -> list[str]:

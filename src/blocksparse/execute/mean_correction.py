@@ -49,8 +49,8 @@ class MeanCorrectionExecutor(Executor[GlobalPermutation, BlockMask]):
         check_takes(declared(self.inner, Executor, 1), (Declared(type(self), BlockMask),))
         if isinstance(self.inner, MeanCorrectionExecutor):
             raise ValueError(
-                "'inner' must not be a MeanCorrectionExecutor, since what is not kept would count twice: give the "
-                "executor that it has inside, or leave out mean_correction=True"
+                "'inner' must not be a MeanCorrectionExecutor, since what is not kept would count twice. Give the "
+                "executor that it has inside, or leave out mean_correction=True."
             )
 
     @property
@@ -77,7 +77,8 @@ class MeanCorrectionExecutor(Executor[GlobalPermutation, BlockMask]):
         if exact.lse is None:
             name = type(self.inner).__name__
             raise ValueError(
-                f"'MeanCorrectionExecutor' joins outputs by their lse, and {name} gives none: use another executor"
+                f"'MeanCorrectionExecutor' joins outputs by their lse, and {name} gives none. "
+                "Use another executor."
             )
         order, grid = one_order(mask), mask.grid
         kept = KeptBlocks(mask.keep, grid, order.q_index, order.key_slots)

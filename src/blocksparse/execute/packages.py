@@ -212,7 +212,7 @@ def to_flash_attention_4(mask: BlockMask) -> Any:
     if mask.grid.window is not None:
         raise ValueError(
             f"flash-attn-4 supports block lists and causality, and this mask has a sliding window of "
-            f"{mask.grid.window} tokens: run it with TritonExecutor()"
+            f"{mask.grid.window} tokens. Run it with TritonExecutor()."
         )
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 

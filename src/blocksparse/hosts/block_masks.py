@@ -64,7 +64,7 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
         b, h, row, col = hidden.nonzero()[0].tolist()
         raise ValueError(
             f"'block_mask' allows all pairs of block ({row}, {col}) in head {h} of entry {b}, and causality "
-            "forbids some of them: say causal=False"
+            "forbids some of them. Say causal=False."
         )
     # A mask that was made for one head may have a function that tells heads apart all the same.
     _check_pairs(block_mask, partial.expand(B, Hq, -1, -1), N - M if causal else None)
@@ -100,8 +100,8 @@ def _check_pairs(block_mask: FlexBlockMask, partial: Tensor, offset: int | None)
             said = "allows" if bool(allowed[first]) else "forbids"
             rule = "all pairs of a block" if offset is None else "the pairs of a block that causality allows"
             raise ValueError(
-                f"'block_mask' {said} {where} of entry {int(b[first])}, and a mask of blocks means {rule}: "
-                f"{'say causal=True, or ' if offset is None else ''}leave such rules to FlexAttention itself"
+                f"'block_mask' {said} {where} of entry {int(b[first])}, and a mask of blocks means {rule}. "
+                f"{'Say causal=True, or leave' if offset is None else 'Leave'} such rules to FlexAttention itself"
             )
 
 
@@ -139,8 +139,8 @@ def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
     grid = mask.grid
     if mask.keep.shape[1] != grid.kv_heads:
         raise ValueError(
-            f"FlashInfer takes one mask per KV head, and this one has {mask.keep.shape[1]} for {grid.kv_heads}: "
-            "use SharedByGroup, or mask.share_heads()"
+            f"FlashInfer takes one mask per KV head, and this one has {mask.keep.shape[1]} for {grid.kv_heads}. "
+            "Use SharedByGroup, or mask.share_heads()."
         )
     if entry >= grid.batch:
         raise ValueError(f"'entry' must be less than the batch of {grid.batch}: {shown(entry)}")
@@ -150,7 +150,7 @@ def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
     if grid.causal and bool((mask.keep & hides).any()):
         raise ValueError(
             "FlashInfer's block-sparse kernels attend to all pairs of a block, and causality forbids some pairs "
-            "of this mask: call the pipeline with causal=False, or run it with an executor of this package"
+            "of this mask. Call the pipeline with causal=False, or run it with an executor of this package."
         )
     sizes = (
         (position[0, 0].unflatten(-1, (-1, block)) >= 0).sum(-1, dtype=torch.int32).expand(grid.kv_heads, -1)

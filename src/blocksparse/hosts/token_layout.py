@@ -191,7 +191,7 @@ def placed(attention: LayerPipeline, grids: tuple[Sizes, ...], text: int, device
     except TypeError as error:
         raise TypeError(
             "blocks that hold text are added to what a pipeline selects, and this one then does not fit together: "
-            f"{error}; use an executor that does not stop early"
+            f"{str(error).removesuffix('.')}. Use an executor that does not stop early."
         ) from None
 
 
@@ -206,7 +206,7 @@ def check_orders(attention: LayerPipeline) -> None:
         order = pipeline and pipeline.permuter
         if isinstance(order, GridOrder) and (order.prefix or order.suffix):
             raise ValueError(
-                f"the model says where its text stands, so leave out 'prefix' and 'suffix': {order!r}; "
+                f"the model says where its text stands, so leave out 'prefix' and 'suffix': {order!r}. "
                 f"{type(order).__name__}() takes the grid from the model too"
             )
 
@@ -217,7 +217,7 @@ def _on_grids(order: Permuter[Any], grids: tuple[Sizes, ...], text: int, device:
     if order.grid is not None and (order.grid,) != grids:
         raise ValueError(
             f"{type(order).__name__} was made for the grid {order.grid}, and the tokens of this call have "
-            f"{' and '.join(map(str, grids))}: leave the grid out, and it is taken from the model"
+            f"{' and '.join(map(str, grids))}. Leave the grid out, and it is taken from the model."
         )
     parts = [evolve(order, grid=grid).cells(device) for grid in grids]
     line = (1, 1, sum(map(prod, grids)))
@@ -244,8 +244,8 @@ def _selecting_on(selector: Selector[Any, Any], grids: tuple[Sizes, ...]) -> Sel
         raise ValueError(f"{name} is a rule on one video, and the tokens of this call are {len(grids)} pictures")
     if selector.prefix or selector.grid not in (None, *grids):
         raise ValueError(
-            f"{selector!r} was made for other tokens than those of this call, {grids[0]}: leave 'grid' and "
-            "'prefix' out, and they are taken from the model"
+            f"{selector!r} was made for other tokens than those of this call, {grids[0]}. Leave 'grid' and "
+            "'prefix' out, and they are taken from the model."
         )
     return evolve(selector, grid=grids[0])
 

@@ -50,8 +50,8 @@ def refuse_tracing() -> None:
     """
     if cast(Any, torch.jit).is_tracing():
         raise ValueError(
-            "torch.jit.trace would keep the blocks of its example for all inputs: use torch.compile or "
-            "torch.export"
+            "torch.jit.trace would keep the blocks of its example for all inputs. Use torch.compile or "
+            "torch.export."
         )
 
 
@@ -71,5 +71,5 @@ def refuse_transforms(method: str) -> None:
     """
     if is_transformed():
         raise ValueError(
-            f"torch.compile and torch.func take calls of a pipeline, but not {method!r}: leave it out of them"
+            f"torch.compile and torch.func take calls of a pipeline, but not {method!r}. Leave it out of them."
         )

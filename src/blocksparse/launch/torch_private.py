@@ -46,7 +46,7 @@ try:
             _REGISTER = functools.partial(register_opaque_type, typ="reference", hoist=True)
 except ImportError as error:
     raise ImportError(
-        f"blocksparse runs with PyTorch 2.11 to 2.15, and this is {torch.__version__}: {error}"
+        f"blocksparse was tested with PyTorch 2.11 and 2.13 to 2.15, and this is {torch.__version__}: {error}"
     ) from None
 
 

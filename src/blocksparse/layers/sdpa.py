@@ -51,10 +51,10 @@ def scaled_dot_product_attention(
     flag.check(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None:
         raise ValueError(
-            f"'attn_mask' must be None, because the pipeline selects blocks by itself: {shown(attn_mask)}; say "
-            "is_causal=True for a causal mask, or call pipeline(q, k, v, ...) with "
+            f"'attn_mask' must be None, because the pipeline selects blocks by itself: {shown(attn_mask)}. Say "
+            "is_causal=True for a causal mask. For other masks call pipeline(q, k, v, ...), with "
             "sequences=Sequences.padded(mask [B, N]) to leave padding out, sequences=Sequences.packed(lengths) to "
-            "separate prompts, window=tokens for a sliding window; other masks need PyTorch's function"
+            "separate prompts, window=tokens for a sliding window. Others need PyTorch's function."
         )
     if dropout_p:
         raise ValueError(f"'dropout_p' must be 0, because pipelines are for inference: {shown(dropout_p)}")
@@ -62,8 +62,8 @@ def scaled_dot_product_attention(
         (_, Hq, M, _), (_, Hkv, N, _) = query.shape, key.shape
         if is_causal and M != N:
             raise ValueError(
-                f"'is_causal' needs as many queries as keys here: {M} and {N}; PyTorch's function lets query i "
-                "see the keys up to i, and pipelines take the queries for the last ones, as pipeline(q, k, v) does"
+                f"'is_causal' needs as many queries as keys here: {M} and {N}. PyTorch's function lets query i "
+                "see the keys up to i. Pipelines take the queries for the last ones, as pipeline(q, k, v) does."
             )
         if Hq != Hkv and not enable_gqa:
             raise ValueError(f"'enable_gqa' must be True for {Hq} heads of queries and {Hkv} of keys")

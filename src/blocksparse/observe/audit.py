@@ -116,7 +116,7 @@ class Audit:
 
     def __attrs_post_init__(self) -> None:
         if self.min_mass is None and self.max_error is None and (self.on_crossed is not None or self.fall_back):
-            raise ValueError("'on_crossed' and 'fall_back' need a bound: give 'min_mass' or 'max_error'")
+            raise ValueError("'on_crossed' and 'fall_back' need a bound. Give 'min_mass' or 'max_error'.")
 
     def layers(self, *, wait: bool = True) -> list[LayerAudit]:
         """The results, layer by layer. Waits for audits that a GPU still computes, or leaves them out."""

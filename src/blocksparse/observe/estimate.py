@@ -170,7 +170,7 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
     q, k, v, output = trace.q, trace.k, trace.v, trace.output
     if (visited := output.visited_lse) is None:
         raise ValueError(
-            "an audit needs an executor that gives lse, and FlexExecutor gives none on a CPU: take CpuExecutor"
+            "an audit needs an executor that gives lse, and FlexExecutor gives none on a CPU. Take CpuExecutor."
         )
     (B, Hq, M, _), N, causal = q.shape, k.shape[2], trace.mask.grid.causal
     stretch, query = M / rows, draw(B, Hq, M, rows, generator)

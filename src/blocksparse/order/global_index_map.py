@@ -64,8 +64,8 @@ class GlobalIndexMap(Permuter[Permutation]):
     def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Permutation:
         if not spec.causal:
             raise ValueError(
-                "'GlobalIndexMap' is for causal attention, since it orders the keys before each segment: call the "
-                "pipeline with causal=True"
+                "'GlobalIndexMap' is for causal attention, since it orders the keys before each segment. Call the "
+                "pipeline with causal=True."
             )
         # Whole segments before the first query, and tokens before it in its own segment.
         first, lead = divmod(k.shape[2] - q.shape[2], self.S)

@@ -34,7 +34,7 @@ three_sizes = Rule(
     "three whole numbers (T, H, W), each at least 1",
     lambda x: isinstance(x, tuple) and len(x) == 3 and all(map(is_whole, x)),
     lambda x: min(x) >= 1,
-).or_else("an image is (1, H, W)")
+).or_else("An image is (1, H, W).")
 
 
 def given(grid: tuple[int, int, int] | None, stage: object) -> tuple[int, int, int]:
@@ -46,8 +46,8 @@ def given(grid: tuple[int, int, int] | None, stage: object) -> tuple[int, int, i
     if grid is None:
         name = type(stage).__name__
         raise ValueError(
-            f"{name} has no grid: give it as {name}((T, H, W)) in tokens, after patching; only "
-            "hosts.diffusers.attach takes it from the model"
+            f"{name} has no grid. Give it as {name}((T, H, W)) in tokens, after patching. Only "
+            "hosts.diffusers.attach takes it from the model."
         )
     return grid
 
@@ -125,7 +125,7 @@ class GridOrder(Permuter[GlobalPermutation]):
         tokens += " + any suffix" if self.suffix is None else f" + suffix {self.suffix}"
         raise ValueError(
             f"{type(self).__name__} needs {'at least ' if self.suffix is None else ''}{expected} keys "
-            f"({tokens}): Nk={N}; give the grid after patching as (T, H, W), text tokens as prefix= and suffix="
+            f"({tokens}): Nk={N}. Give the grid after patching as (T, H, W), text tokens as prefix= and suffix=."
         )
 
     def alignment(self, causal: bool) -> int:

@@ -32,7 +32,7 @@ def _is_an_index(dims: str) -> Any:
         if index.ndim != dims.count(",") + 1:
             raise ValueError(f"'{attribute.name}' must have the shape {dims}: {tuple(index.shape)}")
         if index.dtype != torch.int32:
-            raise TypeError(f"'{attribute.name}' must be int32: {index.dtype}; convert it with .int()")
+            raise TypeError(f"'{attribute.name}' must be int32: {index.dtype}. Convert it with .int().")
 
     return validate
 
@@ -94,7 +94,7 @@ class Permutation:
         if batch != B or heads not in (Hkv, Hq):
             raise ValueError(
                 f"'k_index' must have B={B} batch entries and Hkv={Hkv} or Hq={Hq} heads: "
-                f"{tuple(self.k_index.shape)}; expand() one map that serves all"
+                f"{tuple(self.k_index.shape)}. Use expand() for one map that serves all."
             )
         if self.group is None:
             if slots != N:

@@ -1,6 +1,6 @@
 """`Candidate` names a pipeline readably: a preset, its arguments, and what is added to its choice.
 
-TuneError   What tuning refuses, as one sentence for the user.
+TuneError   What tuning refuses, in a message for the user.
 Candidate   `Candidate` names a pipeline readably: a preset, its arguments, and what is added to its choice.
 UpTo        `UpTo` uses a selector in calls of at most so many keys, and keeps everything in longer ones.
 """

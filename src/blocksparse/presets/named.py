@@ -42,7 +42,7 @@ def preset_named(name: object) -> Callable[..., AnyPipeline]:
         ValueError: there is none.
     """
     if name not in list(every_preset):  # a list, because JSON may hold what no dict can look up
-        raise ValueError(f"there is no preset {shown(name)}; there are {', '.join(every_preset)}")
+        raise ValueError(f"there is no preset {shown(name)}. There are {', '.join(every_preset)}.")
     return every_preset[str(name)]
 
 
@@ -57,16 +57,16 @@ def maker(name: object) -> Callable[..., AnyPipeline]:
     if not colon:
         return preset_named(name)
     if not all(map(str.isidentifier, (*module.split("."), function))):
-        raise ValueError(f"there is no preset {shown(name)}: a function is named as in 'my_stages:mine'")
+        raise ValueError(f"there is no preset {shown(name)}. A function is named as in 'my_stages:mine'.")
     try:
         found = getattr(import_module(module), function, None)
     except ImportError as error:
         raise ValueError(
-            f"there is no preset {shown(name)}: {error}; add the folder of the module to PYTHONPATH"
+            f"there is no preset {shown(name)}: {error}. Add the folder of the module to PYTHONPATH."
         ) from None
     if found is None:
         raise ValueError(
-            f"there is no preset {shown(name)}: define a function {shown(function)} in the module {shown(module)}"
+            f"there is no preset {shown(name)}. Define a function {shown(function)} in the module {shown(module)}."
         )
     if not callable(found):
         raise TypeError(f"{shown(name)} must be a function that returns a Pipeline: {shown(found)}")
@@ -132,7 +132,7 @@ def read(text: str, option: str) -> AnyPipeline:
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):  # the last two if too deep
         raise UserError(
             f"'{option}' must be one of {', '.join(every_preset)}, or a function of yours such as "
-            f"'my_stages:mine'; plain or with numbers as in 'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': "
+            f"'my_stages:mine', plain or with numbers as in 'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': "
             f"{text}"
         ) from None
     try:

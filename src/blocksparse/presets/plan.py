@@ -192,8 +192,8 @@ class Plan:
         """
         if difference := self.model.difference(Fingerprint.of(model)):
             raise TuneError(
-                f"the plan was made for another model, {self.model.name} (it differs in {difference}): "
-                "tune this one"
+                f"the plan was made for another model, {self.model.name} (it differs in {difference}). "
+                "Tune this one."
             )
         return self.unchecked()
 
@@ -250,14 +250,14 @@ class Plan:
         except (OSError, ValueError, RecursionError) as error:
             raise TuneError(f"the plan cannot be read: {path}: {error}") from None
         if not isinstance(content, dict) or not str(content.get("format", "")).startswith("blocksparse plan "):
-            raise TuneError(f"{path} is not a plan of blocksparse; `blocksparse tune` writes one")
+            raise TuneError(f"{path} is not a plan of blocksparse. `blocksparse tune` writes one.")
         if content["format"] != FORMAT:
-            raise TuneError(f"{path} is a {content['format']!r}, and this version reads {FORMAT!r}: tune again")
+            raise TuneError(f"{path} is a {content['format']!r}, and this version reads {FORMAT!r}. Tune again.")
         checksum = content.pop("checksum", None)
         if not edited and checksum != _checksum(content):
             raise TuneError(
-                f"{path} was edited after it was made, so its evidence is for another plan: tune again, or take "
-                "it all the same with Plan.load(path, edited=True)"
+                f"{path} was edited after it was made, so its evidence is for another plan. Tune again, or take "
+                "it all the same with Plan.load(path, edited=True)."
             )
         del content["format"]
         try:

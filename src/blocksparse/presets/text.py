@@ -276,7 +276,7 @@ def s2o(
     """
     if executor is not None and tau is not None:
         raise ValueError(
-            f"'tau' belongs to the executor, and one is given: use s2o(executor=GatherExecutor({shown(tau)}))"
+            f"'tau' belongs to the executor, and one is given. Use s2o(executor=GatherExecutor({shown(tau)}))."
         )
     block_size.check(S=S, block=block)
     count.check(band=band)
@@ -616,8 +616,8 @@ def skip_softmax(
     """
     if executor is not None and scale_factor is not None:
         raise ValueError(
-            "'scale_factor' belongs to the executor, and one is given: use "
-            f"skip_softmax(executor=SkipSoftmaxExecutor({shown(scale_factor)}))"
+            "'scale_factor' belongs to the executor, and one is given. Use "
+            f"skip_softmax(executor=SkipSoftmaxExecutor({shown(scale_factor)}))."
         )
     return Pipeline(
         Identity(),

@@ -70,9 +70,9 @@ class KeyHistory:
         start = k.shape[2] - q.shape[2]
         if start < self._tokens:
             raise ValueError(
-                f"'history' has seen {self._tokens} keys, and the queries of this call begin at key {start}: each "
-                f"layer and each prompt needs its own KeyHistory; call rewind({max(start, 0)}) first if keys "
-                "were rejected or rewritten, or if this call is repeated"
+                f"'history' has seen {self._tokens} keys, and the queries of this call begin at key {start}. Each "
+                f"layer and each prompt needs its own KeyHistory. Call rewind({max(start, 0)}) first if keys "
+                "were rejected or rewritten, or if this call is repeated."
             )
 
     def blocks(
@@ -113,28 +113,28 @@ class KeyHistory:
         if permutation.k_index is not None:
             raise ValueError(
                 "'history' needs keys in original order, but this permutation moves them, so that blocks "
-                "change from chunk to chunk: call without 'history', or use a permuter that leaves keys in place"
+                "change from chunk to chunk. Call without 'history', or use a permuter that leaves keys in place."
             )
         B, Hkv, N, D = k.shape
         kind = B, Hkv, D, k.dtype, k.device
         if self._kind not in ((), kind):
             raise ValueError(
-                f"'history' is of other keys: (B, Hkv, D, dtype, device) were {self._kind}, and are now {kind}; "
-                "each layer and each prompt needs its own KeyHistory"
+                f"'history' is of other keys: (B, Hkv, D, dtype, device) were {self._kind}, and are now {kind}. "
+                "Each layer and each prompt needs its own KeyHistory."
             )
         if self._tokens > N:
             raise ValueError(
-                f"'history' has seen {self._tokens} keys, and there are {N} now: call rewind(tokens) after keys "
-                "were rejected or rewritten; each layer and each prompt needs its own KeyHistory"
+                f"'history' has seen {self._tokens} keys, and there are {N} now. Call rewind(tokens) after keys "
+                "were rejected or rewritten. Each layer and each prompt needs its own KeyHistory."
             )
         if self._last is not None and not _same(self._last, k[:, :, self._tokens - 1]):
             raise ValueError(
-                f"'history' has seen other keys: key {self._tokens - 1} has changed since; each layer and each "
-                "prompt needs its own KeyHistory; call rewind(tokens) after keys were rewritten"
+                f"'history' has seen other keys: key {self._tokens - 1} has changed since. Each layer and each "
+                "prompt needs its own KeyHistory. Call rewind(tokens) after keys were rewritten."
             )
         if k.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                "'history' grows with every call, and a CUDA graph repeats one: capture calls without it"
+                "'history' grows with every call, and a CUDA graph repeats one. Capture calls without it."
             )
         return kind
 

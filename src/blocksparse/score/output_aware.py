@@ -86,7 +86,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
         if self.lengths is None and causal:
             raise ValueError(
                 "'OutputAwareScorer' without 'lengths' measures the values of all keys, and a part has only those "
-                "up to its end: give them"
+                "up to its end. Give them."
             )
         return lcm(self.block, self.k_block or 1)
 

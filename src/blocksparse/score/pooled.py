@@ -230,7 +230,7 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
     def alignment(self, causal: bool) -> int:
         if self.temperature is None:
             raise ValueError(
-                "'RotaryBandScorer' without 'temperature' measures it over all blocks of a call: give one"
+                "'RotaryBandScorer' without 'temperature' measures it over all blocks of a call. Give one."
             )
         return lcm(self.block, self.k_block or 1)
 

@@ -40,7 +40,7 @@ class BlockScores:
     def __attrs_post_init__(self) -> None:
         shape = self.grid.batch, self.grid.q_heads, self.grid.rows, self.grid.cols
         if self.values.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"'values' must be float32: {self.values.dtype}; convert them with .float()")
+            raise TypeError(f"'values' must be float32: {self.values.dtype}. Convert them with .float().")
         if self.values.shape != shape:
             its = tuple(self.values.shape)
             raise ValueError(f"'values' must have the shape [B, Hq, rows, cols] = {shape}: {its}")
@@ -139,8 +139,8 @@ class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
             ValueError: always.
         """
         raise ValueError(
-            f"{type(self).__name__} scores blocks by values, and was called without them: pass them, as in "
-            "pipeline.choose(q, k, v); inside another scorer it gets none"
+            f"{type(self).__name__} scores blocks by values, and was called without them. Pass them, as in "
+            "pipeline.choose(q, k, v). Inside another scorer it gets none."
         )
 
 

@@ -169,13 +169,13 @@ class BlockMask:
         )
         if mine != its:
             raise ValueError(
-                f"masks must share a grid: {mine} and {its} as (q_block, k_block, causal, window, shape of keep); "
-                "refine() the coarser one or share_heads() the other first"
+                f"masks must share a grid: {mine} and {its} as (q_block, k_block, causal, window, shape of keep). "
+                "Call refine() of the coarser one, or share_heads() of the other, first."
             )
         if not self.grid.same_blocks(other.grid):
             raise ValueError(
                 "masks must share a grid: these were cut from different permutations, so that the same block "
-                "means other tokens; score both with one permutation"
+                "means other tokens. Score both with one permutation."
             )
 
 
@@ -208,7 +208,7 @@ class RankedBlockMask(BlockMask):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.rank.dtype != torch.int32:
-            raise TypeError(f"'rank' must be int32: {self.rank.dtype}; convert it with .int()")
+            raise TypeError(f"'rank' must be int32: {self.rank.dtype}. Convert it with .int().")
         if self.rank.shape != self.keep.shape:
             mine, its = tuple(self.keep.shape), tuple(self.rank.shape)
             raise ValueError(f"'rank' must have the shape of 'keep' {mine}: {its}")

@@ -150,7 +150,7 @@ class Ranked(Combination[ScoresT_contra, RankedBlockMask]):
         if mask.keep.shape != scores.values.shape:
             raise ValueError(
                 f"'Ranked' needs a mask of the shape of the scores, {tuple(scores.values.shape)}, and 'inner' "
-                f"gives {tuple(mask.keep.shape)}; leave 'Refined' and 'SharedByGroup' out of 'inner'"
+                f"gives {tuple(mask.keep.shape)}. Leave 'Refined' and 'SharedByGroup' out of 'inner'."
             )
         forced = scores.forced
         if self.first is not None:

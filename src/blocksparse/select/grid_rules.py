@@ -75,8 +75,8 @@ class GridSelector(PositionSelector):
         if grid.k_len < end:
             raise ValueError(
                 f"{type(self).__name__} needs at least {end} keys (prefix {start} + grid {T} x {H} x {W} = "
-                f"{end - start}): Nk={grid.k_len}; give the grid after patching as (T, H, W), text in front as "
-                "prefix="
+                f"{end - start}): Nk={grid.k_len}. Give the grid after patching as (T, H, W), text in front as "
+                "prefix=."
             )
         text = (grid.q_first < start) | (grid.q_last >= end) | (grid.k_first < start) | (grid.k_last >= end)
         return text | self.among_cells(grid)

@@ -186,7 +186,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
         if own := {"__call__", "on", "joined"} & set(vars(cls)):
             raise TypeError(
                 f"{cls.__name__} has its own {', '.join(sorted(own))}, which unions would not call: a "
-                "PositionSelector defines only 'where'; make it a Selector"
+                "PositionSelector defines only 'where'. Make it a Selector."
             )
 
     @abstractmethod

@@ -64,7 +64,7 @@ class TopK(Selector[BlockScores, BlockMask]):
             raise ValueError(f"'TopK' takes either 'k' or 'share': k={self.k}, share={self.share}")
         if self.of_all_keys and self.share is None:
             raise ValueError(
-                "'of_all_keys' applies to 'share' alone: give 'share' in place of 'k', or leave 'of_all_keys' out"
+                "'of_all_keys' applies to 'share' alone. Give 'share' in place of 'k', or leave 'of_all_keys' out."
             )
 
     def __call__(self, scores: BlockScores) -> BlockMask:

@@ -272,7 +272,7 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
         if scores.tau not in (None, self.tau):
             raise ValueError(
                 f"the scorer's 'tau' is {scores.tau!r}, so that it left out heads which this rule, whose 'tau' is "
-                f"{self.tau!r}, may ask for; give both the same"
+                f"{self.tau!r}, may ask for. Give both the same."
             )
         heads = HeadMask(scores.divergence, over_blocks(self.tau, scores.values))
         similar = select(self.similar, scores, heads=heads).keep
@@ -281,8 +281,8 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
             if keep.shape != scores.values.shape:
                 raise ValueError(
                     "both rules of 'RoutedByDivergence' must give masks of the shape of the scores, "
-                    f"{tuple(scores.values.shape)}: {tuple(keep.shape)}; put 'Refined' and 'SharedByGroup' "
-                    "around it"
+                    f"{tuple(scores.values.shape)}: {tuple(keep.shape)}. Put 'Refined' and 'SharedByGroup' "
+                    "around it."
                 )
         return BlockMask(routed(heads, similar, otherwise), scores.grid)
 

@@ -387,5 +387,5 @@ def _scores(
     scores = BlockMass(values.to(q.device), grid, forced.to(q.device) & grid.visible)
     for each in declared(selector, Selector, 0):
         if not isinstance(scores, each.value):
-            raise AssertionError(f"it needs {a_name(each.value)}: give a scorer that makes them as scorer=")
+            raise AssertionError(f"it needs {a_name(each.value)}. Give a scorer that makes them as scorer=.")
     return scores

@@ -212,5 +212,5 @@ def test_layouts(device: str) -> None:
 def test_more_keys_than_positions_have_bits_for() -> None:
     """A step and a position share an int32; the keys here take no memory."""
     q, k = torch.zeros(1, 1, 256, 8), torch.zeros(1, 1, 1, 8).expand(1, 1, 2**24 + 512, 8)
-    with pytest.raises(ValueError, match="up to 16777216 keys before a segment: 16777472; use coarse=False"):
+    with pytest.raises(ValueError, match=r"up to 16777216 keys before a segment: 16777472\. Use coarse=False"):
         bs.GlobalIndexMap(256, prefix=16, coarse=True)(q, k, bs.AttentionSpec(scale=1.0))

@@ -92,7 +92,7 @@ class DiffusersAdapter:
         """
         if self.elsewhere:
             raise RuntimeError(
-                "a forward call of this model still runs in another thread; an attached model runs one at a time"
+                "a forward call of this model still runs in another thread. An attached model runs one at a time."
             )
         if self.dense_steps or self.cache is not None or len(self.schedules) > 1:
             # Per frame or token in some models, which may not all be at one timestep. Exact if they are.

@@ -72,9 +72,9 @@ def attach(
     """
     if not isinstance(model, ModelMixin):
         raise TypeError(
-            f"'model' must be a model of diffusers: {type(model).__name__}; "
-            "of a pipeline give the transformer, of a compiled model the model in it; language models have "
-            "hosts.transformers.attach"
+            f"'model' must be a model of diffusers: {type(model).__name__}. "
+            "Of a pipeline give the transformer, of a compiled model the model in it. Language models have "
+            "hosts.transformers.attach."
         )
     schedules = {0: schedule_of(pipeline)} | _by_step(by_step)
     if not isinstance(dense_steps, Sequence) or not all(map(is_whole, dense_steps)):
@@ -89,8 +89,8 @@ def attach(
     if family is None:
         reason = LEFT_OUT.get(type(model).__name__, f"not one of {', '.join(FAMILIES)}")
         raise ValueError(
-            f"{type(model).__name__} is not a known transformer ({reason}): "
-            "give family=Family(...), which says where its tokens stand"
+            f"{type(model).__name__} is not a known transformer ({reason}). "
+            "Give family=Family(...), which says where its tokens stand."
         )
     told = "timestep" in signature(type(model).forward).parameters
     told_by = {
@@ -113,7 +113,7 @@ def attach(
     )
     attentions = [attention for each in by_first for attention in each.layers if attention is not None]
     if choose_every and any(isinstance(attention, HeadGroups) for attention in attentions):
-        raise ValueError("'choose_every' keeps what pipelines choose, and HeadGroups are several: leave it out")
+        raise ValueError("'choose_every' keeps what pipelines choose, and HeadGroups are several. Leave it out.")
     for attention in attentions:
         check_orders(attention)
     adapter = DiffusersAdapter(
@@ -154,7 +154,7 @@ def _layers(
         if own is None:
             raise ValueError(f"{name} of {type(model).__name__} has no attention processor")
         if hasattr(own, OWN):
-            raise ValueError(f"{type(model).__name__} is attached already: detach() that pipeline first")
+            raise ValueError(f"{type(model).__name__} is attached already. Call detach() on that pipeline first.")
         # What layers share is compiled once. One pipeline in several layers is one object.
         asks = hasattr(own, BACKEND) and not adapter.family.redirected
         route = layer if apart else id(attentions[layer]), getattr(own, BACKEND) if asks else REDIRECT

@@ -43,8 +43,8 @@ class Layer:
         else:
             return
         raise RuntimeError(
-            f"the {changed} of {self.name} was changed while a pipeline is attached, which would leave it out: "
-            "detach(), change it, then attach again"
+            f"the {changed} of {self.name} was changed while a pipeline is attached, which would leave it out. "
+            "Call detach(), change it, then attach again."
         )
 
     def restore(self) -> None:
@@ -98,7 +98,7 @@ class Attachment:
         """
         if self._adapter.elsewhere:
             raise RuntimeError(
-                "a forward call of the model still runs in another thread: detach when it has ended"
+                "a forward call of the model still runs in another thread. Detach when it has ended."
             )
         for hook in self._hooks:
             hook.remove()

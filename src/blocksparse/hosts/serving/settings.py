@@ -38,7 +38,7 @@ EXECUTORS: dict[str, Callable[[], Executor[Any, Any]]] = {
 
 
 class ConfigurationError(UserError, ValueError):
-    """The engine cannot start as asked; the message is one sentence that says why and what to do."""
+    """The engine cannot start as asked. The message says why and what to do."""
 
 
 @final
@@ -110,8 +110,8 @@ class Settings:
         given = options.get(KEY) if isinstance(options, Mapping) else None
         if given is None:
             raise ConfigurationError(
-                f"the attention backend {host.backend} needs to know what to run: add "
-                f"""{host.option} '{{"{KEY}": {{"preset": "auto"}}}}'"""
+                f"the attention backend {host.backend} needs to know what to run. Add "
+                f"""{host.option} '{{"{KEY}": {{"preset": "auto"}}}}'."""
             )
         try:
             return cls._read(given, served)
@@ -123,7 +123,7 @@ class Settings:
         if not isinstance(given, Mapping):
             raise TypeError(f"it must be an object with some of {', '.join(_KEYS)}: {shown(given)}")
         if unknown := [key for key in given if key not in _KEYS]:
-            raise ValueError(f"there is no {shown(unknown[0])}; there are {', '.join(_KEYS)}")
+            raise ValueError(f"there is no {shown(unknown[0])}. There are {', '.join(_KEYS)}.")
         if ("preset" in given or "quality" in given) == ("plan" in given):
             raise ValueError(f"it must have one of 'preset' and 'plan': {shown(dict(given))}")
         schedule = _plan(given, served) if "plan" in given else _preset(given, served)
@@ -184,7 +184,7 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
     pipeline = extended(pipeline, rules)
     if "executor" in given:
         if given["executor"] not in list(EXECUTORS):
-            raise ValueError(f"there is no executor {shown(given['executor'])}; there are {', '.join(EXECUTORS)}")
+            raise ValueError(f"there is no executor {shown(given['executor'])}. There are {', '.join(EXECUTORS)}.")
         pipeline = evolve(pipeline, executor=EXECUTORS[given["executor"]]())
     _check_heads(pipeline, served)
     return Schedule(pipeline, dense=given.get("dense", []))
@@ -230,6 +230,6 @@ def _plan(given: Mapping[str, Any], served: Served) -> Schedule:
     if served.ranks > 1 and by_head:
         raise ValueError(
             f"the plan chooses for single heads in layer {by_head[0]}, but each of {served.ranks} GPUs has some "
-            "of the heads: tune the model with one group of heads per layer"
+            "of the heads. Tune the model with one group of heads per layer."
         )
     return plan.unchecked()

@@ -107,8 +107,8 @@ def warm(
                 attention.pipeline.trace(q, k, v, **attention.options(None))
         except UnsupportedError as error:
             raise ConfigurationError(
-                f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}; "
-                "ask for another executor, or none"
+                f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}. "
+                "Ask for another executor, or none."
             ) from None
     if query.is_cuda:
         torch.cuda.synchronize(query.device)

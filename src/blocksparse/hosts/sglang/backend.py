@@ -73,8 +73,8 @@ def _check(runner: Any) -> None:
     args = runner.server_args
     if runner.decode_attention_backend_str == NAME:
         raise ConfigurationError(
-            f"{NAME} reads prompts and does not decode: select it with --prefill-attention-backend {NAME}, and "
-            "another one, which decodes, with --attention-backend"
+            f"{NAME} reads prompts and does not decode. Select it with --prefill-attention-backend {NAME}, and "
+            "another one, which decodes, with --attention-backend."
         )
     refused = {
         "models with latent attention (MLA)": runner.use_mla_backend,
@@ -89,7 +89,7 @@ def _check(runner: Any) -> None:
     for what, asked in refused.items():
         if asked:
             raise ConfigurationError(
-                f"--prefill-attention-backend {NAME} does not go with {what}: leave one of the two out"
+                f"--prefill-attention-backend {NAME} does not go with {what}. Leave one of the two out."
             )
 
 

@@ -125,8 +125,8 @@ class SdpaInPlace:
         """
         if "cache" not in signature(sdpa_attention_forward).parameters:
             raise ValueError(
-                f"continuous batching needs transformers 5.23 or later: {transformers.__version__}; before, "
-                "its calls do not come to the function of the name sdpa"
+                f"continuous batching needs transformers 5.23 or later: {transformers.__version__}. Before, "
+                "its calls do not come to the function of the name sdpa."
             )
         self = cls(adapter, AttentionInterface._global_mapping[SDPA])
         AttentionInterface.register(SDPA, self)

@@ -106,8 +106,8 @@ def _inside(model: nn.Module) -> PreTrainedModel:
         return model
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}; the order is "
-            "attach(model, pipeline)"
+            f"'model' must be a transformers.PreTrainedModel: {type(model).__name__}. The order is "
+            "attach(model, pipeline)."
         )
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     within = {id(part) for outer in models for part in outer.modules() if part is not outer}
@@ -115,7 +115,7 @@ def _inside(model: nn.Module) -> PreTrainedModel:
     if len(outermost) != 1:
         raise TypeError(
             f"'model' must be a transformers.PreTrainedModel or hold one: {type(model).__name__} holds "
-            f"{len(outermost)}; models of diffusers have hosts.diffusers.attach"
+            f"{len(outermost)}. Models of diffusers have hosts.diffusers.attach."
         )
     return outermost[0]
 
@@ -126,7 +126,7 @@ def _refuse_own_masks(model: PreTrainedModel) -> None:
         if (reader := uses_own_masks(module)) is not None:
             raise ValueError(
                 f"{type(model).__name__} cannot change its attention function: its {reader} does arithmetic on "
-                "the mask, which has no numbers for a pipeline; call it yourself, in its attention's place"
+                "the mask, which has no numbers for a pipeline. Call it yourself, in its attention's place."
             )
 
 
@@ -141,7 +141,7 @@ def _refuse_own_functions(configs: Iterable[Any], model: PreTrainedModel) -> Non
         if owner not in ("transformers", "blocksparse") and "/" not in name:
             raise ValueError(
                 f"{type(model).__name__} attends by {name!r}, a function of {function.__module__} that a pipeline "
-                "would replace: if the model attends alike without it, call set_attn_implementation('sdpa') first"
+                "would replace. If the model attends alike without it, call set_attn_implementation('sdpa') first."
             )
 
 
@@ -155,7 +155,7 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     if not asking:
         raise ValueError(
             f"{type(model).__name__} cannot change its attention function: none of its modules asks "
-            "transformers' AttentionInterface for one; call the pipeline yourself, in its attention's place"
+            "transformers' AttentionInterface for one. Call the pipeline yourself, in its attention's place."
         )
     ids = set(map(id, asking))
     around = [
@@ -177,7 +177,7 @@ def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTr
         if isinstance(adapter, TransformersAdapter) and modules.isdisjoint(adapter.modules):
             raise ValueError(
                 f"{type(model).__name__} shares its {type(config).__name__} with another model that has a "
-                "pipeline: give each model its own config, copy.deepcopy(config)"
+                "pipeline. Give each model its own config, copy.deepcopy(config)."
             )
 
 
@@ -190,7 +190,7 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attentio
             if asks_for_its_function(kind) and "layer_idx" in inspect.signature(kind.forward).parameters:
                 raise ValueError(
                     f"a Schedule cannot name layers of {type(model).__name__}: they share one {kind.__name__}, "
-                    "which does not say in which layer it attends; attach one pipeline to all of them"
+                    "which does not say in which layer it attends. Attach one pipeline to all of them."
                 )
         count: int | None = getattr(text_config(model), "num_hidden_layers", None)
         if count is None:

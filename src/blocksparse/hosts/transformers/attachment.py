@@ -142,7 +142,7 @@ class Attachment:
         """
         for config, _ in self._before if self._end.alive else ():
             if (owner := _owner(config)) not in (None, self.key):
-                raise RuntimeError(f"{self.key} lies below a later attachment: detach that one ({owner}) first")
+                raise RuntimeError(f"{self.key} lies below a later attachment. Detach that one ({owner}) first.")
         self._end()
 
     def __enter__(self) -> Attachment:

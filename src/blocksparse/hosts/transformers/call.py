@@ -108,7 +108,7 @@ class AttentionCall:
                 raise ValueError(
                     f"{type(module).__name__} got {M} queries and {N} keys, and a mask of {mask.shape[2]} queries "
                     f"and {mask.shape[3]} keys: a model that adds its own keys cannot run while a pipeline is "
-                    "attached; call detach() first"
+                    "attached. Call detach() first."
                 )
             if mask.request is None:
                 # The mask of a window, say, which does not know of prompts that only these arguments tell apart.
@@ -128,8 +128,8 @@ class AttentionCall:
         if causal and 1 < M != N:
             raise ValueError(
                 f"{type(module).__name__} got {M} queries, {N} keys and no mask, so the positions of the queries "
-                "are unknown: attach to the whole model, which makes the masks of its parts; a model that adds "
-                "its own keys cannot run while a pipeline is attached"
+                "are unknown. Attach to the whole model, which makes the masks of its parts. A model that adds "
+                "its own keys cannot run while a pipeline is attached."
             )
         if causal and M > 1 and (packed := _packed(layer_of(module), kwargs, query, lengths)) is not None:
             mask = PromptMask((B, 1, M, N), N, query.device, packed)

@@ -36,7 +36,7 @@ def dense(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     if any(kwargs.get(name) is not None for name in _CHOSEN_KEYS):
         raise ValueError(
             f"{type(call.module).__name__} selects its own keys, which cannot run while a pipeline is "
-            "attached: call detach() first"
+            "attached. Call detach() first."
         )
     (B, Hq, M, _), N = call.query.shape, call.key.shape[2]
     eager = call.wants_weights or any(kwargs.get(name) is not None for name in _ONLY_EAGER)
@@ -134,5 +134,5 @@ def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
             return found
     raise ValueError(
         f"{type(module).__name__} needs its own dense attention, and its forward names no "
-        "eager_attention_forward: detach the model"
+        "eager_attention_forward. Detach the model."
     )

@@ -118,7 +118,7 @@ class PromptMask:
         if name.startswith("__"):
             raise AttributeError(name)
         if name.endswith("_"):
-            raise TypeError(f"the mask of prompts cannot be changed in place: clone it before {name}()")
+            raise TypeError(f"the mask of prompts cannot be changed in place. Clone it before {name}().")
         return getattr(self.made(), name)
 
     def __getitem__(self, index: Any) -> PromptMask | Tensor:
@@ -169,7 +169,7 @@ class PromptMask:
         if added and any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
             raise ValueError(
                 "a part of this model adds its mask to numbers, and the masks of a pipeline are bools: the model "
-                "cannot run while a pipeline is attached; call detach() first"
+                "cannot run while a pipeline is attached. Call detach() first."
             )
         return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
 

@@ -75,7 +75,7 @@ def _address(function: Any) -> int | None:
 _KERNELS = Path(__file__).parents[1]
 TIME_LIMIT = 120.0  # seconds that a compiler may take, and that a process waits for another one's
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
-INSTALL = "install a C++ compiler, such as g++ (apt install g++, dnf install gcc-c++, conda install gxx)"
+INSTALL = "Install a C++ compiler, such as g++ (apt install g++, dnf install gcc-c++, conda install gxx)."
 
 # What a wheel brings: a name, the flags of the compiler, and what the CPU must have, in the words of /proc/cpuinfo.
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
@@ -93,7 +93,7 @@ VARIANTS = (
 
 
 class UnavailableError(RuntimeError):
-    """Why the library is missing, and what to do about it, in one sentence."""
+    """Why the library is missing, and what to do about it."""
 
 
 @frozen(eq=False)
@@ -205,7 +205,7 @@ def _compiler() -> list[str]:
         command = shlex.split(name)
         if shutil.which(command[0]):
             return command
-    raise UnavailableError(f"no C++ compiler is found: {INSTALL}")
+    raise UnavailableError(f"no C++ compiler is found. {INSTALL}")
 
 
 def _for_this_cpu() -> tuple[str, ...]:
@@ -277,7 +277,7 @@ def _compile(command: list[str], folder: Path) -> None:
     if result.returncode:
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         first = next((line for line in lines if "error" in line), lines[0] if lines else "it says nothing")
-        raise UnavailableError(f"{command[0]} fails with status {result.returncode}: {first[:300]}; {INSTALL}")
+        raise UnavailableError(f"{command[0]} fails with status {result.returncode}: {first[:300]}. {INSTALL}")
 
 
 @contextmanager

@@ -54,7 +54,9 @@ MOST_KEYS = 1 << 24  # the positions that fit below a step
 def check_keys(keys: int) -> None:
     """Raise a ValueError if there are more keys before a segment than positions have bits for."""
     if keys > MOST_KEYS:
-        raise ValueError(f"a coarse order takes up to {MOST_KEYS} keys before a segment: {keys}; use coarse=False")
+        raise ValueError(
+            f"a coarse order takes up to {MOST_KEYS} keys before a segment: {keys}. Use coarse=False."
+        )
 
 
 def score_steps(scores: Tensor, start: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def _run(parsed: argparse.Namespace) -> int:
         raise UserError(f"'--head-dim' must be at most {MAX_HEAD_DIM}: {parsed.head_dim}")
     kind = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("'--device cuda' needs a GPU that PyTorch can use: none is here; leave it out")
+        raise UserError("'--device cuda' needs a GPU that PyTorch can use: none is here. Leave it out.")
     dtype = parsed.dtype or _DTYPES[kind]
     lengths = parsed.lengths or _LENGTHS[kind]
     pipelines = {text: written(text) for text in parsed.preset or _PRESETS}

@@ -75,7 +75,7 @@ exit status: 0 if all went well, 1 if the command cannot run as asked, 2 if its 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; give its exit status, 1 with one sentence on stderr when it cannot run as asked."""
+    """Run the command; give its exit status, 1 with the reason on stderr when it cannot run as asked."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.version:

@@ -121,8 +121,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
         raise UserError(
-            f"the device has too little memory for calls of {_prompts_in(arguments.batch)}: take shorter prompts "
-            f"or a smaller --batch; what was measured is kept: {str(error).splitlines()[0]}"
+            f"the device has too little memory for calls of {_prompts_in(arguments.batch)}. Take shorter prompts "
+            f"or a smaller --batch. What was measured is kept: {str(error).splitlines()[0]}"
         ) from None
 
 
@@ -131,8 +131,8 @@ def _check(arguments: argparse.Namespace) -> None:
     for name, default in (_OF_KL if arguments.strategy == "sparge" else _OF_SPARGE).items():
         if (given := getattr(arguments, name)) != default:
             raise TuneError(
-                f"'--{name.replace('_', '-')}' does not apply to '--strategy {arguments.strategy}': leave one of "
-                f"the two out: {given}"
+                f"'--{name.replace('_', '-')}' does not apply to '--strategy {arguments.strategy}': {given}. "
+                "Leave one of the two out."
             )
     if arguments.out.is_dir():
         raise TuneError(f"'--out' must be a file, the plan: {arguments.out} is a folder")
@@ -241,8 +241,8 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
     if arguments.prompts is not None:
         if arguments.held is not None:
             raise TuneError(
-                "'--held' does not apply to '--prompts', of which every second one verifies: leave one of the "
-                f"two out: {held}"
+                "'--held' does not apply to '--prompts', of which every second one verifies: {held}. Leave one of "
+                "the two out."
             )
         every = prompts_from_file(tokenizer, arguments.prompts)
         if len(every) < 2:

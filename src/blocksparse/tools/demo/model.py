@@ -63,8 +63,8 @@ class Model:
         first, second = hidden[:, :-1].float()
         if float((first - second).abs().max()) > 1e-3 * float(first.abs().max()):  # the same kernels ran on both
             raise UserError(
-                f"{name} is not causal: its first tokens see later ones; this command takes decoders, for which "
-                "some configs need is_decoder=True"
+                f"{name} is not causal: its first tokens see later ones. This command takes decoders, for which "
+                "some configs need is_decoder=True."
             )
         own = network(ids, use_cache=False).logits[..., -1, :].float()
         if not own.isfinite().all():
@@ -72,8 +72,8 @@ class Model:
         ours = logits_of(network, hidden[..., -1, :])
         if not torch.allclose(ours, own, rtol=0.05, atol=0.05 * float(own.abs().max())):
             raise UserError(
-                f"{name} does not make its logits by its output embeddings alone, as this command does; attach "
-                "and tune take the model"
+                f"{name} does not make its logits by its output embeddings alone, as this command does. `attach` "
+                "and `tune` take the model."
             )
 
 

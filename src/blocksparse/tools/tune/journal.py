@@ -95,7 +95,7 @@ class Journal:
         whole = found[: found.rfind(b"\n") + 1]
         if not whole:
             if found and not json.dumps(header).encode().startswith(found):
-                raise TuneError(f"{path} is not a journal of tuning: move it away, or give another name")
+                raise TuneError(f"{path} is not a journal of tuning. Move it away, or give another name.")
             journal = cls(path, {})
             try:
                 path.write_bytes(b"")
@@ -108,12 +108,12 @@ class Journal:
             known = {line["what"]: line["value"] for line in lines}
             theirs = first["about"]
         except (ValueError, KeyError, TypeError):
-            raise TuneError(f"{path} is not a journal of tuning: move it away, or give another name") from None
+            raise TuneError(f"{path} is not a journal of tuning. Move it away, or give another name.") from None
         if theirs != header["about"]:
             changed = ", ".join(sorted(k for k in {*theirs, *about} if theirs.get(k) != header["about"].get(k)))
             raise TuneError(
-                f"{path} was begun with other settings ({changed} changed): remove it to start again, or give "
-                "another name"
+                f"{path} was begun with other settings ({changed} changed). Remove it to start again, or give "
+                "another name."
             )
         if len(whole) < len(found):
             with path.open("r+b") as file:

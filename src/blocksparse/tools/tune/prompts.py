@@ -132,8 +132,8 @@ def _with_facts(tokenizer: Any, ids: list[int], tokens: int, choose: random.Rand
         )
     if len(ids) < room:
         raise TuneError(
-            f"the text has {len(ids)} tokens for each prompt, and {room} are needed: give a longer text, or ask "
-            "for fewer or shorter prompts"
+            f"the text has {len(ids)} tokens for each prompt, and {room} are needed. Give a longer text, or ask "
+            "for fewer or shorter prompts."
         )
     places = sorted(choose.randrange(room) for _ in needles)
     read, at = list(start), 0

@@ -58,8 +58,8 @@ class Reading:
         """
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise TuneError(
-                f"{type(network).__name__} gives no logits of single positions (logits_to_keep): tune takes "
-                "causal language models of transformers"
+                f"{type(network).__name__} gives no logits of single positions (logits_to_keep). `tune` takes "
+                "causal language models of transformers."
             )
         device = network.device
         prompt = TunePrompt(prompt.ids.to(device), prompt.answers)

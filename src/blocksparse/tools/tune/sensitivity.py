@@ -72,7 +72,7 @@ class Bench:
                 reasons = {why for calls in recorder.dense_calls().values() for why in calls}
                 reasons |= {"softcap or attention sinks, which tune does not compare"} if not plain else set()
                 raise TuneError(
-                    f"no layer of the model can be sparse; its attention is dense: {', '.join(reasons)}"
+                    f"no layer of the model can be sparse. Its attention is dense: {', '.join(reasons)}."
                 )
             return found
 

@@ -69,10 +69,10 @@ class Session:
         if seen < _SEEN * longest:
             raise TuneError(
                 f"the longest of 'held' must have {_SEEN:.0%} of the tokens of the longest of 'prompts' at least, "
-                f"or it does not show what windows drop: {seen} of {longest}; hold a longer prompt"
+                f"or it does not show what windows drop: {seen} of {longest}. Hold a longer prompt."
             )
         if network.training:
-            raise TuneError("the model must not be in training, where dropout draws numbers: call eval() first")
+            raise TuneError("the model must not be in training, where dropout draws numbers. Call eval() first.")
         model, device = Fingerprint.of(network), network.device
         if head_groups > model.kv_heads:
             raise TuneError(f"'head_groups' must be at most {model.kv_heads}, the model's KV heads: {head_groups}")
