@@ -139,7 +139,7 @@ class ReusedMask:
     Args:
         cache: one for all layers of a model.
         crossings: tells how many calls of this layer were found to cover too little. When there are more, its
-            choice is made anew.
+            choice is made again.
     """
 
     pipeline: AnyPipeline
