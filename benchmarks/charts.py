@@ -46,7 +46,7 @@ def speed_and_kl() -> Any:
         "dense attention", (131072, 1), xytext=(0, 4), textcoords="offset points", color=GREY, ha="right"
     )
     at_32k, at_128k = dict(gain("auto()"))[32768], dict(gain("auto()"))[131072]
-    left.set(title=f"TTFT speedup: {at_32k:.2f}x at 32K tokens,\n{at_128k:.2f}x at 128K", ylim=(0, 4.3))
+    left.set(title=f"TTFT speedup: {at_32k:.2f}x at 32K tokens,\n{at_128k:.2f}x at 128K", ylim=(0, 4.5))
     left.set_ylabel("TTFT speedup over dense attention")
     _by_length(left, ticks)
     left.set_xlabel("prompt tokens (log scale)")
@@ -60,7 +60,8 @@ def speed_and_kl() -> Any:
     right.set(title="KL from dense attention at 32K tokens\n(lower is better)", ylabel="KL of next tokens, nats")
     right.set_xlabel("kind of text")
     right.legend(frameon=False)
-    figure.text(0.5, 0.0, "Qwen2.5-Coder-1.5B-Instruct, bf16, one H100", ha="center", va="top", color=GREY)
+    about = f"Qwen2.5-Coder-1.5B-Instruct, bf16, one {found.chip}"
+    figure.text(0.5, 0.0, about, ha="center", va="top", color=GREY)
     figure.tight_layout()
     return figure
 

@@ -1,10 +1,9 @@
 """Figures and tables of the documentation, from the results that they come from: `python -m benchmarks.figures`.
 
 A page shows a table of `docs/evidence/results` between `<!-- table NAME -->` and `<!-- end of table -->`. A figure
-elsewhere is followed by where it stands, as in `4.8<!-- NAME; ROW; COLUMN -->` or, for a speedup, as in
-`1.5x<!-- NAME; ROW; COLUMN -->`, the row by its first cells; what
-a cell has in brackets as in `(-2 to +5)<!-- NAME; ROW; COLUMN -->`. This rewrites all of them in README and docs,
-rounding a figure as the page does, and draws the charts of these tables. Between `<!-- pages -->` and
+elsewhere is followed by where it stands, the row by its first cells: `4.8<!-- NAME; ROW; COLUMN -->`. A speedup is
+written `1.5x`, and an interval `-1.2 (-3.4 to +1.0)`, or without its mean. This rewrites all of them in README and
+docs, rounding a figure as the page does, and draws the charts of these tables. Between `<!-- pages -->` and
 `<!-- end of pages -->` stands every page of the evidence. A test holds that nothing is left to rewrite.
 """
 
@@ -23,7 +22,7 @@ PAGES = re.compile(r"(?<=<!-- pages -->\n).*?(?=<!-- end of pages -->)", re.DOTA
 GROUP = re.compile(r"^      - (?P<name>[^:]+):\n(?P<pages>(?: {10}- .*\n)+)", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[\w-]+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
 FIGURE = re.compile(
-    r"(?P<shown>[\d.]+x?|\([-+\d]+ to [-+\d]+\))"
+    r"(?P<shown>(?:[-+][\d.]+ )?\([-+][\d.]+ to [-+][\d.]+\)|[\d.]+x?)"
     r"(?P<where><!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->)"
 )
 
@@ -37,8 +36,9 @@ def rewritten(text: str, page: Path) -> str:
 
     def figure(found: re.Match[str]) -> str:
         results, shown = Results.named(found["name"]), found["shown"]
-        if shown.startswith("("):
-            return results.interval(found["row"], found["column"]) + found["where"]
+        if shown.endswith(")"):
+            interval = results.interval(found["row"], found["column"])
+            return (interval[interval.index("(") :] if shown.startswith("(") else interval) + found["where"]
         value = results.cell(found["row"], found["column"])
         times = "x" if shown.endswith("x") else ""
         places = len(shown.removesuffix("x").partition(".")[2])

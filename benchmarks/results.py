@@ -51,8 +51,8 @@ class Results(NamedTuple):
         return self.rows[row][_plain(self.columns).index(column)] != "-"
 
     def interval(self, row: str, column: str) -> str:
-        """What the cell has in brackets."""
-        return self._found(r"\(.*\)", row, column)
+        """The cell's interval in brackets, behind its mean if the cell has one."""
+        return self._found(r"([-+][\d.]+ )?\(.*\)", row, column)
 
     def _found(self, pattern: str, row: str, column: str) -> str:
         text = self.rows[row][_plain(self.columns).index(column)]

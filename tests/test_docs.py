@@ -344,6 +344,8 @@ def test_a_figure_that_differs_is_rewritten() -> None:
     where = "<!-- whole-model; 128K; speedup -->"
     score = "<!-- tasks; xattention with Band(128), 0.9; score, 7680 -->"
     assert rewritten(f"(-1 to +1){score}", ROOT / "README.md") == f"(-20 to +5){score}"
+    mean = "<!-- vllm-tasks; 32K, auto(); tasks, from unmodified vLLM -->"
+    assert rewritten(f"-9.0 (-1.5 to +1.5){mean}", ROOT / "README.md") == f"+1.0 (-1.8 to +3.9){mean}"
     assert rewritten(f"7.1x{where}", ROOT / "README.md") == f"2.7x{where}"
     with pytest.raises(KeyError, match="12K"):
         rewritten("7<!-- whole-model; 12K; speedup -->", ROOT / "README.md")
