@@ -39,7 +39,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
     Args:
         replay: whether a call on a GPU may replay the launches of an earlier one with the same sizes, without
             running the stages. The result has the same bits. Calls with PyTorch operations between our kernels
-            always run their stages. `evolve(pipeline, replay=False)` turns replay off.
+            always run their stages, and so do calls with stages from elsewhere that are not `replayable`.
+            `evolve(pipeline, replay=False)` turns replay off.
 
     Raises:
         TypeError: a stage needs a type that the stage before it does not give, by the type parameters that their

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import pytest
 import torch
@@ -226,6 +226,86 @@ def test_stages_from_elsewhere_always_run(inside: bool, device: str) -> None:
     for seed in range(4):
         pipeline(*inputs(seed, device))
     assert len(calls) == 4
+
+
+@frozen
+class Strongest(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A stage of a user, written with PyTorch's functions: some return several results, some write in place."""
+
+    replayable = True
+    share: float
+    ran: ClassVar[list[int]] = []
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        self.ran.append(1)
+        values = torch.nan_to_num(scores.values, neginf=-1e9).exp()
+        best, at = values.topk(2, dim=-1) if values.shape[-1] > 1 else (values, values.long())
+        keep = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, at, True)
+        keep |= values >= self.share * best[..., :1]
+        columns = torch.arange(values.shape[-1], device=values.device)
+        keep = torch.cat([keep[..., :1] | (columns[:1] == 0), keep[..., 1:]], dim=-1)
+        return bs.BlockMask((keep | scores.grid.diagonal) & scores.grid.visible, scores.grid)
+
+
+@final
+@frozen
+class Looking(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A stage of a user that breaks its promise: it looks at contents, as a number or as a shape."""
+
+    replayable = True
+    at: Callable[[Tensor], float]
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        rule = bs.Everything() if self.at(scores.values) > 0 else bs.TopK(1)
+        return rule(scores)
+
+
+def largest(values: Tensor) -> float:
+    return float(values.max())
+
+
+def positive(values: Tensor) -> float:
+    return len(values[:, :, -1:, :1].clamp_min(0).nonzero())
+
+
+@pytest.mark.parametrize(
+    "selector", [Strongest(0.5), bs.Band(16) | Strongest(0.9)], ids=["alone", "inside another"]
+)
+def test_replayable_stages_of_users_are_replayed(selector: bs.Selector[Any, Any], device: str) -> None:
+    pipeline = captured(quick(selector=selector), inputs(1, device))
+    Strongest.ran.clear()
+    for seed in (2, 3):
+        replayed = pipeline(*inputs(seed, device))
+        assert not Strongest.ran
+        assert torch.equal(replayed, quick(selector=selector, replay=False)(*inputs(seed, device)))
+        Strongest.ran.clear()
+
+
+@pytest.mark.parametrize("at", [largest, positive])
+def test_a_stage_that_looks_at_contents_always_runs(at: Callable[[Tensor], float], device: str) -> None:
+    pipeline = quick(selector=Looking(at))
+    for seed in range(4):
+        q, k, v = inputs(seed, device)
+        q = q * (-1) ** seed
+        assert torch.equal(pipeline(q, k, v), quick(selector=Looking(at), replay=False)(q, k, v))
+    assert not module.GRAPHS._graphs
+
+
+def test_a_class_that_only_inherits_its_equality_always_runs(device: str) -> None:
+    class Wider(Strongest):  # no class of attrs by itself: equal whatever `k` is
+        def __init__(self, k: int) -> None:
+            super().__init__(0.5)
+            object.__setattr__(self, "k", k)
+
+        def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+            return bs.TopK(vars(self)["k"])(scores)
+
+    assert Wider(1) == Wider(2)
+    for k in (1, 2, 1, 2, 1, 2):
+        call = inputs(k, device)
+        expected = quick(selector=bs.TopK(k), replay=False)(*call)
+        assert torch.equal(quick(selector=Wider(k))(*call), expected)
+    assert not module.GRAPHS._graphs
 
 
 def _pickled(pipeline: AnyPipeline) -> AnyPipeline:

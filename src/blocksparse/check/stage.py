@@ -11,7 +11,7 @@ import operator
 from functools import cache, reduce
 from math import lcm
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import attrs
 
@@ -146,7 +146,15 @@ def _meaning(value: type | UnionType) -> str:
 
 
 class Stage:
-    """One of the first three stages, which choose the blocks of a call."""
+    """One of the first three stages, which choose the blocks of a call.
+
+    Attributes:
+        replayable: whether calls on a GPU may be replayed without the Python of this stage, as `Pipeline` says. It
+            is for stages of users. True promises that the class is a frozen one of attrs, that its Python looks at
+            no contents of tensors, and that it launches only PyTorch's functions and kernels of this library.
+    """
+
+    replayable: ClassVar[bool] = False
 
     def alignment(self, causal: bool) -> int:
         """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.

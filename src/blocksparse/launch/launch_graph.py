@@ -3,7 +3,8 @@
 The launches of a pipeline follow from the sizes, strides and dtypes of its inputs alone. To decide them again
 takes Python longer than a GPU takes for a short prompt. A `LaunchCapture` knows allocations, `zero_` and `copy_`
 within its buffers, and launches of our own kernels, which report themselves. A buffer is an input, or memory that
-the call allocates. A call that does anything else with a tensor than to view it cannot be captured. So most
+the call allocates. A call that does anything else with a tensor than to view it cannot be captured, unless stages
+of users may run PyTorch's functions: each is then run again, and copies its results into buffers. So most
 arguments are captured as a buffer and an offset in bytes. An argument that was there before the call, such as a
 weight, is captured itself. The capture knows the first and the last use of each buffer, so that a `LaunchGraph`
 allocates all of them at once, except the result.
@@ -60,6 +61,8 @@ _ALLOCATE = {
     torch.ops.aten.new_empty_strided,
 }  # fmt: skip
 _IN_PLACE = {torch.ops.aten.zero_.default, torch.ops.aten.copy_.default}
+# Of functions that look at contents for a number or a shape, or that change what a tensor is.
+_BY_CONTENTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 Make = Callable[[list[Any]], Any]
 """Makes a value, or the tuple of a launch's arguments, of the values before it and of memory."""
@@ -104,10 +107,15 @@ class LaunchGraph(NamedTuple):
 
 @final
 class LaunchCapture(TorchDispatchMode):
-    """Captures a call of these inputs; it raises `CaptureError` at operations that cannot be replayed."""
+    """Captures a call of these inputs; it raises `CaptureError` at operations that cannot be replayed.
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    Args:
+        functions: whether PyTorch's functions may run, if the shapes of results follow from those of arguments.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], *, functions: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._functions = functions
         self._inputs = len(inputs)
         self._steps: list[tuple[Callable[..., object], Make]] = []
         self._values: list[Any] = []
@@ -119,26 +127,41 @@ class LaunchCapture(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _IN_PLACE and all(self._where(x) for x in args if isinstance(x, Tensor)):
+        kwargs = kwargs or {}
+        steady = self._functions and _BY_CONTENTS.isdisjoint(func.tags) and not _tensors(kwargs)
+        if mutable := func._schema.is_mutable:
+            in_place = func in _IN_PLACE or (steady and not kwargs)
+            if not in_place or not all(map(self._where, _tensors(args))):
+                raise CaptureError(f"{func} runs")
             self.launched(func, args, as_views=True)
-        elif func._schema.is_mutable:
-            raise CaptureError(f"{func} runs")
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         if func.overloadpacket in _ALLOCATE:
-            if out.numel():
-                self._buffers.append(out)
-            held = sum(x.untyped_storage().nbytes() for x in self._buffers[self._inputs :])
-            if out.device != self._buffers[0].device or held > _MOST_BYTES:
-                raise CaptureError(f"{func} gives memory elsewhere, or too much")
-        elif not func._schema.is_mutable and not self._are_views(args, out):
-            raise CaptureError(f"{func} runs")
+            self._hold(func, [out])
+        elif not mutable and not self._are_views(args, out):
+            made = tree_leaves(out)
+            if not steady or not made or len(_tensors(out)) < len(made) or self._shares_memory(args, made):
+                raise CaptureError(f"{func} runs")
+            self._hold(func, made)
+            self.launched(partial(_computed, func, len(made), kwargs), (*made, *args), as_views=True)
         return out
+
+    def _hold(self, func: OpOverload, made: Sequence[Tensor]) -> None:
+        """Keep new memory as buffers."""
+        self._buffers += [x for x in made if x.numel()]
+        held = sum(x.untyped_storage().nbytes() for x in self._buffers[self._inputs :])
+        if held > _MOST_BYTES or any(x.device != self._buffers[0].device for x in made):
+            raise CaptureError(f"{func} gives memory elsewhere, or too much")
 
     def _are_views(self, args: tuple[Any, ...], out: Any) -> bool:
         """Whether an operation gave tensors without separate memory; or it asked for none."""
-        given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in (args, out))
+        given, made = _tensors(args), _tensors(out)
         there = {_address(x) for x in (*given, *self._buffers)}
         return all(not x.numel() or _address(x) in there for x in made) and bool(made or not given)
+
+    def _shares_memory(self, args: tuple[Any, ...], made: Sequence[Tensor]) -> bool:
+        """Whether one of these results has memory that was there before."""
+        there = {_address(x) for x in (*_tensors(args), *self._buffers)}
+        return any(x.numel() and _address(x) in there for x in made)
 
     def launched(self, run: Callable[..., object], arguments: Sequence[Any], *, as_views: bool = False) -> None:
         """Capture a launch, `run(*arguments)`; it takes addresses of tensors, or with `as_views` tensors."""
@@ -207,6 +230,17 @@ def refuse_capture(because: str) -> None:
     """End the capture, if there is one: something runs which it does not see, or must not leave out."""
     if current_capture.get() is not None:
         raise CaptureError(because)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _computed(func: OpOverload, count: int, kwargs: dict[str, Any], *values: Any) -> None:
+    """Run a function on all but the first `count` values, and copy its results into these."""
+    for into, x in zip(values[:count], tree_leaves(func(*values[count:], **kwargs)), strict=True):
+        into.copy_(x)
 
 
 def _address(x: Tensor) -> int:

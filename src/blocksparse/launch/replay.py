@@ -129,19 +129,27 @@ def owner_of(run: Callable[..., Any]) -> object:
     return run if value is None else _OWNERS.find(value, object)
 
 
-def is_ours(value: object) -> bool:
+def is_ours(value: object, *, replayable: bool = True) -> bool:
     """Whether a value and all that it holds are of this library, of PyTorch, or plain, and none is a tensor.
 
     No new value is equal to one that holds a tensor: to remember it would only keep the tensor's memory.
+
+    Args:
+        replayable: whether stages of users that are `replayable` count as ours. Their class must be one of attrs
+            by itself, since one that only inherits its equality may hold more than it compares.
     """
     if isinstance(value, tuple):
-        return all(map(is_ours, value))
+        return all(is_ours(each, replayable=replayable) for each in value)
     if isinstance(value, Tensor):
         return False
     kind = type(value)
-    if kind.__module__.partition(".")[0] not in (__name__.partition(".")[0], "torch", "builtins"):
+    if kind.__module__.partition(".")[0] not in (__name__.partition(".")[0], "torch", "builtins") and not (
+        replayable and getattr(kind, "replayable", False) is True and "__attrs_attrs__" in vars(kind)
+    ):
         return False
-    return not has(kind) or all(is_ours(getattr(value, field.name)) for field in fields(kind) if field.init)
+    return not has(kind) or all(
+        is_ours(getattr(value, field.name), replayable=replayable) for field in fields(kind) if field.init
+    )
 
 
 Result = TypeVar("Result")
@@ -162,8 +170,8 @@ def replayed(run: Callable[..., Result], *args: Any) -> Result:
 
     Args:
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A method
-            of a value that holds stages from elsewhere is never replayed, since they may launch kernels that a
-            capture does not see.
+            of a value that holds stages from elsewhere is replayed only if they are `replayable`, since others may
+            launch kernels that a capture does not see.
     """
     tensors = tuple([x for x in args if isinstance(x, Tensor)])
     key = None if current_capture.get() is not None else _key(run, tensors, args)
@@ -182,7 +190,7 @@ def replayed(run: Callable[..., Result], *args: Any) -> Result:
 def _captured(key: Key, run: Callable[..., Result], tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Result:
     """Run a call, and keep its graph."""
     GRAPHS.exclude(key)  # unless it succeeds
-    capture = LaunchCapture(tensors)
+    capture = LaunchCapture(tensors, functions=not is_ours(getattr(run, "__self__", None), replayable=False))
     before = current_capture.set(capture)
     try:
         with capture:
