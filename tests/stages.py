@@ -39,14 +39,7 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
     def __call__(
         self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
     ) -> bs.BlockScores:
-        grid = bs.Grid.of(
-            q,
-            k,
-            permutation,
-            spec,
-            q_block=self.block,
-            k_block=self.block,
-        )
+        grid = bs.Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
         generator = torch.Generator().manual_seed(0)
         values = torch.rand(*q.shape[:2], grid.rows, grid.cols, generator=generator)
         return bs.BlockScores(values.to(q.device), grid)

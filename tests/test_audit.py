@@ -132,10 +132,7 @@ def test_intervals_hold_in_94_of_100_trials_on_recorded_layers(layer: str) -> No
 
 @pytest.mark.parametrize(
     ("top", "bottom", "expected"),
-    [
-        ([1.0] * 16, [2.0] * 16, Estimate(0.5, 0.5, 0.5)),
-        ([0.0] * 16, [0.0] * 16, Estimate(0.0, 0.0, 0.0)),
-    ],
+    [([1.0] * 16, [2.0] * 16, Estimate(0.5, 0.5, 0.5)), ([0.0] * 16, [0.0] * 16, Estimate(0.0, 0.0, 0.0))],
 )
 def test_intervals_of_equal_rows_are_points(top: list[float], bottom: list[float], expected: Estimate) -> None:
     assert ratio(torch.tensor(top).double(), torch.tensor(bottom).double(), confidence=0.95) == expected

@@ -226,11 +226,7 @@ def test_a_given_order_is_taken(dtype: torch.dtype) -> None:
 
 
 LENGTHS = [
-    (
-        {},
-        59,
-        r"HilbertOrder needs 60 keys \(prefix 0 \+ grid 3 x 4 x 5 = 60 \+ suffix 0\): Nk=59. Give",
-    ),
+    ({}, 59, r"HilbertOrder needs 60 keys \(prefix 0 \+ grid 3 x 4 x 5 = 60 \+ suffix 0\): Nk=59. Give"),
     (
         {"prefix": 7, "suffix": None},
         66,

@@ -264,10 +264,7 @@ def test_figures_that_are_not_known_are_null() -> None:
         (["TINY", "--tokens", "5"], "'--tokens' must be at least 128: 5"),
         (["TINY", "--tokens", "2000"], "'--tokens' must be at most 1024, what the model can read: 2000"),
         (["TINY", "SHORT"], "'TEXT' must have at least 128 tokens, or there is nothing to skip: 5"),
-        (
-            ["TINY", "--out", "/nowhere/x.html"],
-            "'--out' must be a file in a folder that exists: /nowhere/x.html",
-        ),
+        (["TINY", "--out", "/nowhere/x.html"], "'--out' must be a file in a folder that exists: /nowhere/x.html"),
         (["TINY", "--preset", "x"], "'--preset' must be one of auto, pbs_attn"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -21,12 +21,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 
 def mask_of(
-    q: Tensor,
-    k: Tensor,
-    order: bs.GlobalPermutation,
-    *,
-    blocks: tuple[int, int] = (128, 128),
-    causal: bool = True,
+    q: Tensor, k: Tensor, order: bs.GlobalPermutation, *, blocks: tuple[int, int] = (128, 128), causal: bool = True
 ) -> bs.BlockMask:
     """Everything that can be seen."""
     grid = bs.Grid.of(
@@ -59,34 +54,14 @@ def _named(options: dict[str, Any], reason: str) -> str:
     [
         ({}, {}, (128, 128), None),
         ({"fp8_pv": False, "pv_skip": [-1.0, -2.0, -3.0, -4.0]}, {"D": 64}, (64, 192), None),
-        (
-            {"tiles": TILES},
-            {"dtype": torch.float32},
-            (128, 128),
-            "takes float16 and bfloat16, not torch.float32",
-        ),
+        ({"tiles": TILES}, {"dtype": torch.float32}, (128, 128), "takes float16 and bfloat16, not torch.float32"),
         ({"tiles": TILES}, {"D": 96}, (128, 128), "takes head dims 64 or 128, and equal, not 96 and 96"),
-        (
-            {"tiles": TILES},
-            {"Dv": 64},
-            (128, 128),
-            "takes head dims 64 or 128, and equal, not 128 and 64",
-        ),
+        ({"tiles": TILES}, {"Dv": 64}, (128, 128), "takes head dims 64 or 128, and equal, not 128 and 64"),
         ({"tiles": TILES}, {}, (128, 32), "takes blocks that are multiples of 64, not 128 x 32"),
         ({"tiles": TILES}, {}, (96, 64), "takes blocks that are multiples of 64, not 96 x 64"),
         ({"tiles": TILES}, {}, (64, 128), "does not divide blocks of 64 x 128"),
-        (
-            {"tiles": HopperTiles(1, 128, 2)},
-            {},
-            (128, 192),
-            "does not divide blocks of 128 x 192",
-        ),
-        (
-            {"tiles": HopperTiles(2, 128, 6)},
-            {},
-            (128, 128),
-            "needs 272 KiB of shared memory, and there are 228",
-        ),
+        ({"tiles": HopperTiles(1, 128, 2)}, {}, (128, 192), "does not divide blocks of 128 x 192"),
+        ({"tiles": HopperTiles(2, 128, 6)}, {}, (128, 128), "needs 272 KiB of shared memory, and there are 228"),
         ({"pv_skip": [-1.0, -2.0]}, {}, (128, 128), "'pv_skip' has 2 entries for 4 query heads"),
     ],
 )

@@ -17,13 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
-from blocksparse.testing import (
-    assert_within_budget,
-    every_preset,
-    make_qkv,
-    masked_attention,
-    video_presets,
-)
+from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention, video_presets
 from tests import stages
 from tests.cases import each, each_of_group, grouped
 

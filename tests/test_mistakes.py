@@ -199,12 +199,7 @@ def test_a_wrong_attachment_to_a_model_of_diffusers() -> None:
         joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
     rows: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (
-            torch.nn.Linear(2, 2),
-            MEAN,
-            {},
-            "'model' | Linear | the transformer | hosts.transformers.attach",
-        ),
+        (torch.nn.Linear(2, 2), MEAN, {}, "'model' | Linear | the transformer | hosts.transformers.attach"),
         (flux, bs.auto, {}, "'pipeline' | auto itself; call it: auto()"),
         (flux, MEAN, {"dense_steps": 10}, "'dense_steps' | sequence | 10"),
         (flux, bs.Schedule(MEAN, dense=(7,)), {}, "no layer 7 | has 2, 0 to 1"),

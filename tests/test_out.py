@@ -49,11 +49,7 @@ def test_with_a_history() -> None:
     ("out", "error", "words"),
     [
         (7, TypeError, "'out' must be a tensor: int"),
-        (
-            torch.empty(1, 4, 99, 16),
-            ValueError,
-            "'out' must have the shape (1, 4, 100, 16), on cpu: ",
-        ),
+        (torch.empty(1, 4, 99, 16), ValueError, "'out' must have the shape (1, 4, 100, 16), on cpu: "),
         (torch.empty(1, 4, 100, 16).half(), TypeError, "'out' must have the dtype of q (torch.float32): "),
         (
             TwoTensor(torch.empty(1, 4, 100, 16), torch.empty(1, 4, 100, 16)),

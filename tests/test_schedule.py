@@ -8,16 +8,7 @@ import pytest
 import torch
 
 import blocksparse
-from blocksparse import (
-    Identity,
-    MeanPoolScorer,
-    Pipeline,
-    ReferenceExecutor,
-    SegmentKeySort,
-    Sink,
-    TopCdf,
-    TopK,
-)
+from blocksparse import Identity, MeanPoolScorer, Pipeline, ReferenceExecutor, SegmentKeySort, Sink, TopCdf, TopK
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups
 from blocksparse.layers.schedule import Schedule
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
@@ -240,11 +231,7 @@ def test_layers_that_take_the_choice_of_another() -> None:
         (A, {"layers": [A, None]}, "'layers' must be a mapping of layers to pipelines: list"),
         (A, {"layers": {"0": B}}, "'layers' must have whole numbers as keys: '0'"),
         (A, {"layers": {True: B}}, "'layers' must have whole numbers as keys: True"),
-        (
-            A,
-            {"layers": {0: TopK(2)}},
-            r"layer 0 of 'layers' must be a Pipeline, .* None \(dense\): TopK",
-        ),
+        (A, {"layers": {0: TopK(2)}}, r"layer 0 of 'layers' must be a Pipeline, .* None \(dense\): TopK"),
         (A, {"dense": 0}, "'dense' must be a sequence of whole numbers: 0"),
         (A, {"dense": "01"}, "'dense' must be a sequence of whole numbers: '01'"),
         (A, {"same_choice": (1, 2)}, r"'same_choice' must be a sequence of groups of layers, as .*: \(1, 2\)"),

@@ -40,10 +40,7 @@ def test_rows_have_names_of_their_own() -> None:
 
 def test_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The clock halves in the second turn, and who comes second is slower by a quarter: not so the ratio."""
-    trees = {
-        "old": {"both": [2.0, 5.0], "gone": [1.0] * 2},
-        "new": {"both": [1.25, 2.0], "new": [1.0] * 2},
-    }
+    trees = {"old": {"both": [2.0, 5.0], "gone": [1.0] * 2}, "new": {"both": [1.25, 2.0], "new": [1.0] * 2}}
     started: list[tuple[str, ...]] = []
 
     def start(folder: str, *arguments: str) -> Any:

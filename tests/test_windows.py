@@ -164,13 +164,7 @@ def test_scorers_look_only_at_what_is_seen(scorer: bs.Scorer[Any, Any]) -> None:
                 assert not bool((scores.forced & ~grid.visible).any())
             mask = bs.Everything()(scores)
             assert_means(
-                bs.CpuExecutor()(given, k, v, mask, asked(mask, SCALE)),
-                permutation,
-                mask,
-                SCALE,
-                given,
-                k,
-                v,
+                bs.CpuExecutor()(given, k, v, mask, asked(mask, SCALE)), permutation, mask, SCALE, given, k, v
             )
 
 

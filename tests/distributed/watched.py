@@ -69,10 +69,7 @@ def compare(make: Any, pipeline: Any, qkv: QKV, *, causal: bool = True, lse: boo
     pairs = torch.zeros(*q.shape[:3], N, dtype=torch.bool)
     scheme: Scheme = make(attrs.evolve(pipeline, executor=Watched(pipeline.executor, q, k, pairs)))
     mine = scheme.shard(torch.arange(M), 0, before=before, causal=causal)
-    local = (
-        scheme.shard(q, before=before, causal=causal),
-        *(scheme.shard(x, causal=causal) for x in (k, v)),
-    )
+    local = (scheme.shard(q, before=before, causal=causal), *(scheme.shard(x, causal=causal) for x in (k, v)))
     assert torch.equal(local[0], q[:, :, mine])
     one = pipeline.trace(*qkv, causal=causal)
     truth = bs.ReferenceExecutor()(

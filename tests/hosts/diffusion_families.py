@@ -204,11 +204,7 @@ def motif_video() -> Any:
 
 
 def motif_video_given(grid: Grid, batch: int) -> dict[str, Any]:
-    return {
-        **wan_given(grid, batch),
-        "encoder_attention_mask": padded(batch),
-        "image_embeds": drawn(batch, 3, 8),
-    }
+    return {**wan_given(grid, batch), "encoder_attention_mask": padded(batch), "image_embeds": drawn(batch, 3, 8)}
 
 
 def consis_id() -> Any:

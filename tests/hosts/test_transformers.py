@@ -139,10 +139,7 @@ def attached(model: Any, recorder: DensityRecorder, pipeline: LayerPipeline = DE
 
 
 def assert_same_logits(
-    model: Any,
-    run: Callable[[Any], Tensor],
-    recorder: DensityRecorder,
-    pipeline: LayerPipeline = DENSE_LIMIT,
+    model: Any, run: Callable[[Any], Tensor], recorder: DensityRecorder, pipeline: LayerPipeline = DENSE_LIMIT
 ) -> None:
     """`run` gives what eager attention gives, within fp32 rounding."""
     expected = run(model)

@@ -29,14 +29,7 @@ from tests.hosts.test_transformers import (
 )
 from tests.machine import needs_gpu
 
-from blocksparse import (
-    AutoExecutor,
-    CpuExecutor,
-    Everything,
-    GatherExecutor,
-    Ranked,
-    TritonExecutor,
-)
+from blocksparse import AutoExecutor, CpuExecutor, Everything, GatherExecutor, Ranked, TritonExecutor
 from blocksparse.check.per_head import read, read_changed_again
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.hosts.transformers.prompt_mask import PromptMask

@@ -14,12 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from tests.hosts.small_models import WORDS, architectures, others, small_model
-from tests.hosts.test_transformers import (
-    DENSE_LIMIT,
-    _no_grad,
-    _one_thread,
-    _registries_are_left_as_found,
-)
+from tests.hosts.test_transformers import DENSE_LIMIT, _no_grad, _one_thread, _registries_are_left_as_found
 
 from blocksparse.hosts.transformers import DensityRecorder, attach
 

@@ -76,11 +76,7 @@ TABLE: dict[str, tuple[Callable[[], Any], list[int], set[str]]] = {
     "qwen3": (lambda: transformers.Qwen3Config(**SIZES, head_dim=8), [0, 1], set()),
     "phi": (lambda: transformers.PhiConfig(**SIZES), [0, 1], set()),
     "glm4": (lambda: transformers.Glm4Config(**SIZES, head_dim=8), [0, 1], set()),
-    "glm4_moe": (
-        lambda: transformers.Glm4MoeConfig(**SIZES, head_dim=8, first_k_dense_replace=2),
-        [0, 1],
-        set(),
-    ),
+    "glm4_moe": (lambda: transformers.Glm4MoeConfig(**SIZES, head_dim=8, first_k_dense_replace=2), [0, 1], set()),
     "phi3": (lambda: transformers.Phi3Config(**SIZES), [0, 1], set()),
     "gpt2": (lambda: transformers.GPT2Config(**ENDS, n_embd=32, n_layer=2, n_head=4), [0, 1], set()),
     "mixtral": (lambda: transformers.MixtralConfig(**SIZES, num_local_experts=2), [0, 1], set()),

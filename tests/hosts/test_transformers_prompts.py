@@ -335,9 +335,7 @@ def test_a_mask_that_joins_prompts_is_dense() -> None:
     assert torch.equal(mask.made(), sdpa_mask(**request, mask_function=odd, allow_is_causal_skip=False))
     assert mask.made().shape == (2, 1, 40, 40)
     even: Any = requested(
-        **request,
-        mask_function=lambda b, h, q, k: (k <= q) & ((k < 20) == (q < 20)),
-        allow_is_causal_skip=False,
+        **request, mask_function=lambda b, h, q, k: (k <= q) & ((k < 20) == (q < 20)), allow_is_causal_skip=False
     )
     assert [span.keys for span in even.sequences.spans] == [20, 20, 20, 20]
 

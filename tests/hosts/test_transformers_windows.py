@@ -36,12 +36,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from blocksparse import (
-    CpuExecutor,
-    Everything,
-    GatherExecutor,
-    Ranked,
-)
+from blocksparse import CpuExecutor, Everything, GatherExecutor, Ranked
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.hosts.transformers.mask_request import mask_of
 from blocksparse.hosts.transformers.prompt_mask import PromptMask

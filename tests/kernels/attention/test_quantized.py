@@ -364,11 +364,7 @@ def test_smoothing_helps(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"fp8_pv": False},
-        {"fp8_pv": False, "pv_skip": -2.0},
-        pytest.param({"pv_skip": -2.0}, marks=needs_fp8),
-    ],
+    [{"fp8_pv": False}, {"fp8_pv": False, "pv_skip": -2.0}, pytest.param({"pv_skip": -2.0}, marks=needs_fp8)],
     ids=str,
 )
 @pytest.mark.parametrize("permuted", [False, True])

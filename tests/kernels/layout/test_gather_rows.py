@@ -10,11 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse.kernels.layout.gather import gather_rows, scatter_rows
-from blocksparse.kernels.layout.gather_triton import (
-    gather_rows_triton,
-    gather_two_triton,
-    scatter_rows_triton,
-)
+from blocksparse.kernels.layout.gather_triton import gather_rows_triton, gather_two_triton, scatter_rows_triton
 
 
 def order(*shape: int, device: str, seed: int = 0) -> Tensor:

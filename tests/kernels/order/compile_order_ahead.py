@@ -59,11 +59,7 @@ def orders(name: str, target: GPUTarget) -> None:
         "out_strides": ("i32",) * 3,
     }  # fmt: skip
     for kernel, constants, warps in (
-        (
-            coarse_steps_triton.choose,
-            {"TILE": coarse_steps_triton.TILE, "SAMPLE": coarse_steps_triton.SAMPLE},
-            8,
-        ),
+        (coarse_steps_triton.choose, {"TILE": coarse_steps_triton.TILE, "SAMPLE": coarse_steps_triton.SAMPLE}, 8),
         (module._count, {"STEPS": STEPS, "WIDE": module.WIDE}, 1),
         (module._order, {"STEPS": STEPS, "NARROW": module.NARROW, "PIECE": module.PIECE}, 1),
     ):

@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.quantize.tile_operands import (
-    fp8_value_tiles,
-    int8_key_tiles,
-    int8_query_tiles,
-    rotated,
-)
+from blocksparse.kernels.quantize.tile_operands import fp8_value_tiles, int8_key_tiles, int8_query_tiles, rotated
 from blocksparse.kernels.quantize.tile_operands_triton import (
     fp8_value_tiles_triton,
     int8_key_tiles_triton,

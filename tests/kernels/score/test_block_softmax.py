@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.score.block_softmax import (
-    block_softmax,
-    prefix_softmax,
-)
+from blocksparse.kernels.score.block_softmax import block_softmax, prefix_softmax
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
 
 pytest.importorskip("triton")

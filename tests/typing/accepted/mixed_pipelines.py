@@ -50,11 +50,7 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
     """A user's scorer that takes any permutation and gives logits."""
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        permutation: bs.Permutation,
-        spec: bs.AttentionSpec,
+        self, q: torch.Tensor, k: torch.Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
     ) -> bs.BlockScores:
         grid = bs.Grid.of(q, k, permutation, spec, q_block=16, k_block=16)
         return bs.BlockScores(torch.zeros(1, 1, grid.rows, grid.cols), grid)
