@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -93,28 +93,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 SPARSE_MODELS = ("llama", "qwen3", "deepseek_v3")
 """Models in which nothing stands against a pipeline."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small spend their time waking threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _registries_are_left_as_found() -> Iterator[None]:
-    before = [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
-    yield
-    assert [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)] == before
 
 
 def make(name: str, **other: Any) -> Any:

@@ -12,20 +12,11 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from attrs import field, frozen
-from tests.hosts.test_transformers import (
-    LAYERS,
-    _no_grad,
-    _one_thread,
-    _registries_are_left_as_found,
-    make,
-    tokens,
-)
+from tests.hosts.test_transformers import LAYERS, make, tokens
 from transformers import DynamicCache, GenerationMixin
 
 import blocksparse as bs
 from blocksparse.hosts.transformers import attach
-
-__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 
 N, BLOCK = 400, 16
 

@@ -14,22 +14,11 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from tests.hosts.test_transformers import (
-    DENSE_LIMIT,
-    LAYERS,
-    SPARSE,
-    _no_grad,
-    _one_thread,
-    _registries_are_left_as_found,
-    make,
-    tokens,
-)
+from tests.hosts.test_transformers import DENSE_LIMIT, LAYERS, SPARSE, make, tokens
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from blocksparse.hosts.transformers import DensityRecorder, attach
-
-__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its own configuration
 OLD = "cache" not in inspect.signature(sdpa_attention_forward).parameters

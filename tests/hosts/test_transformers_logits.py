@@ -17,9 +17,6 @@ from tests.hosts.test_transformers import (
     DENSE_LIMIT,
     LAYERS,
     SPARSE,
-    _no_grad,
-    _one_thread,
-    _registries_are_left_as_found,
     all_dense,
     all_sparse,
     assert_same_logits,
@@ -37,7 +34,6 @@ from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.observe import Audit
 
-__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 each_model = pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 CPU: Any = CpuExecutor()
 

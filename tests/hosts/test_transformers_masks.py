@@ -16,27 +16,13 @@ pytest.importorskip("transformers")
 
 import transformers
 from tests.hosts.small_models import small_model
-from tests.hosts.test_transformers import (
-    DENSE_LIMIT,
-    SIZES,
-    VOCABULARY,
-    WINDOW,
-    _no_grad,
-    _one_thread,
-    _registries_are_left_as_found,
-    all_dense,
-    attached,
-    make,
-    tokens,
-)
+from tests.hosts.test_transformers import DENSE_LIMIT, SIZES, VOCABULARY, WINDOW, all_dense, attached, make, tokens
 from tests.hosts.test_transformers_models import LAYERS_OF, SEQ2SEQ, assert_same, random_model
 
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.hosts.transformers.mask_request import reads_as_numbers, widens
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.layers.schedule import Schedule
-
-__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 
 PART: dict[str, Any] = SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8, "eos_token_id": 2}
 TOWER: dict[str, Any] = {
@@ -107,19 +93,7 @@ def test_a_mask_that_was_promised_is_given() -> None:
 
 def test_indexers_get_their_mask() -> None:
     """DeepSeek-V3.2 chooses keys under the mask: what is said is that it chooses, not that None has no parts."""
-    config = transformers.DeepseekV32Config(
-        **SIZES | {"num_key_value_heads": 4, "eos_token_id": 2},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        first_k_dense_replace=2,
-        index_topk=16,
-        index_head_dim=16,
-        index_n_heads=2,
-    )
-    model = random_model(transformers.AutoModelForCausalLM.from_config, config)
+    model = small_model("deepseek_v32")
     with (
         attach(model, DENSE_LIMIT),
         pytest.raises(ValueError, match="Attention selects its own keys, which cannot"),
@@ -294,18 +268,7 @@ def test_which_classes_do_arithmetic_on_masks() -> None:
 
 @pytest.mark.parametrize("name", ["Zamba", "Zamba2"])
 def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
-    sizes = SIZES | {"eos_token_id": 2, "num_key_value_heads": 4, "attention_head_dim": 16, "num_hidden_layers": 4}
-    kinds = ["mamba", "hybrid"] * 2
-    own: dict[str, Any] = {"mamba_d_state": 8} | ({"mamba_dt_rank": 4} if name == "Zamba" else {"chunk_size": 16})
-    if name == "Zamba2":
-        own |= {"mamba_headdim": 16, "n_mamba_heads": 4, "mamba_ngroups": 1, "num_mem_blocks": 1}
-        own |= {"hybrid_layer_ids": [1, 3], "use_mem_eff_path": False}
-    else:
-        own |= {"n_mamba_heads": 2}
-    config = getattr(transformers, f"{name}Config")(
-        **sizes, **own, layers_block_type=kinds, attention_hidden_size=64
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = small_model(name.lower())
     for schedule in (
         Schedule(DENSE_LIMIT, dense=[0]),
         Schedule(None, layers={1: DENSE_LIMIT}),

@@ -14,11 +14,9 @@ pytest.importorskip("transformers")
 
 import transformers
 from tests.hosts.small_models import WORDS, architectures, others, small_model
-from tests.hosts.test_transformers import DENSE_LIMIT, _no_grad, _one_thread, _registries_are_left_as_found
+from tests.hosts.test_transformers import DENSE_LIMIT
 
 from blocksparse.hosts.transformers import DensityRecorder, attach
-
-__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 
 TOKENS, KNOWN = 160, 120  # how long prompts are, and how much of two prompts is the same
 ROUNDING = 1e-4  # of the largest logit

@@ -19,9 +19,6 @@ from tests.hosts.test_transformers import (
     SIZES,
     SPARSE,
     WINDOW,
-    _no_grad,
-    _one_thread,
-    _registries_are_left_as_found,
     all_dense,
     all_sparse,
     attached,
@@ -34,8 +31,6 @@ from transformers import DynamicCache, StaticCache
 from blocksparse import Everything, MeanPoolScorer, Pipeline, Schedule, SegmentKeySort, Sequences, TritonExecutor
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.hosts.transformers.call import LastLengths
-
-__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 
 
 def mask_of(*spans: tuple[int, int], N: int) -> Tensor:

@@ -19,9 +19,6 @@ from tests.hosts.test_transformers import (
     MODELS,
     SPARSE,
     WINDOW,
-    _no_grad,
-    _one_thread,
-    _registries_are_left_as_found,
     all_sparse,
     assert_same_logits,
     attached,
@@ -44,7 +41,6 @@ from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.observe import Audit
 
-__all__ = ["_no_grad", "_one_thread", "_registries_are_left_as_found"]  # fixtures of these tests too
 CPU: Any = CpuExecutor()
 
 
