@@ -21,7 +21,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 # Options of the demo: make demo ARGS="--tokens 7680 --depth 0.9"
 ARGS ?=
 
-.PHONY: demo models test test-torch compile-ahead compile-ahead-all dist test-dist test-wheel hub-kernel test-vllm test-sglang lint docs venv clean
+.PHONY: demo models test test-torch compile-ahead dist test-dist test-wheel hub-kernel test-vllm test-sglang lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.model
@@ -43,15 +43,9 @@ test-torch: $(TORCH_VENV)/.installed
 	@$(TORCH_VENV)/bin/python -c 'import torch, triton; print("make test-torch: torch", torch.__version__, "with Triton", triton.__version__)' >&2
 	@$(TORCH_VENV)/bin/python -m pytest -q -m "not slow"
 
-# Kernels compiled for GPUs that are not here, by another Triton, an hour of one core; no part of make test: make
-# compile-ahead TRITON=3.9.0. Of all that calls launch, a part: make compile-ahead-all TRITON=3.9.0 ARGS="sm_86 --dims 128"
+# Kernels compiled for GPUs that are not here, by another Triton, an hour of one core; no part of make test. A part: make
+# compile-ahead TRITON=3.9.0 ARGS="sm_86 --dims 128"
 compile-ahead: $(VENV)/.installed $(TRITON_HOME)/.installed
-	@for script in $(subst /,.,$(basename $(sort $(wildcard tests/kernels/*/compile*ahead.py) tests/kernels/compile_ahead.py))); do \
-		echo "make compile-ahead: $$script with Triton $(TRITON)" >&2; \
-		CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(TRITON_HOME)):src:. $(VENV)/bin/python -m $$script || failed="$$failed $$script"; \
-	done; test -z "$$failed" || { echo "make compile-ahead: failed:$$failed" >&2; exit 1; }
-
-compile-ahead-all: $(VENV)/.installed $(TRITON_HOME)/.installed
 	@CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(TRITON_HOME)):src:. $(VENV)/bin/python -m tests.kernels.compile_ahead $(ARGS)
 
 # A source package and a wheel in dist/, as PyPI would get them; on Linux with an x86 CPU a second wheel as well, which

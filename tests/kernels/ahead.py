@@ -1,4 +1,4 @@
-"""Targets that are not here, for the scripts that compile kernels for them."""
+"""Targets that are not here, and what a kernel that is compiled for one takes and waits for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -26,32 +26,7 @@ def triton_target(has: hardware.Hardware) -> GPUTarget:
     return GPUTarget("hip", has.name, has.warp)
 
 
-# Those that the scripts for single kernels compile for; `python -m tests.kernels.compile_ahead` has all.
-HARDWARE = {name: hardware.TARGETS[name] for name in ("sm_80", "sm_90", "sm_100", "gfx942")}
-TARGETS = {name: triton_target(has) for name, has in HARDWARE.items()}
-SHARED = {name: has.shared for name, has in HARDWARE.items()}  # bytes per program
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-MATRIX_INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
-TEXT = {"cuda": "ptx", "hip": "amdgcn"}
-ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
-
-
-def fp32_products(target: GPUTarget) -> str:
-    """How kernels multiply fp32 numbers there; `kernels.common.hardware` asks which PyTorch runs."""
-    return "tf32x3" if target.backend == "cuda" else "ieee"
-
-
-Variant = TypeVar("Variant")
-
-
-def for_target(name: str, *variants: Variant) -> tuple[Variant, ...]:
-    """All variants of a kernel for sm_90, the first for other targets: a compilation takes a second and more."""
-    return variants if name == "sm_90" else variants[:1]
-
-
-def multiplies_only(name: str) -> bool:
-    """Whether only kernels with products are compiled for a target: on sm_80 all others are those of sm_90."""
-    return name == "sm_80"
 
 
 def overwritten_barriers(ptx: str) -> list[int]:
@@ -94,6 +69,32 @@ def ping_pong_barriers(ptx: str, threads: int = 256) -> tuple[set[str], list[str
         if how != {"sync", "arrive"} or x in others or x not in numbers or not named
     ]
     return set(meeting), wrong
+
+
+def unordered(ptx: str) -> list[str]:
+    """Where matrix products might read rows that other threads of the gather kernel for Hopper are still writing.
+
+    Keys and values: each thread waits for its own copies (`cp.async.wait_group`), the four warps meet (`bar.sync`), and the
+    thread that then tells the consumers orders what it has seen before what the tensor cores read
+    (`fence.proxy.async`, which PTX lets stand anywhere between a write and its reader). Triton 3.9 has the warps meet once
+    more behind it. Queries: each thread stores and fences its own, and the four warps of a consumer meet before its first
+    product.
+    """
+    steps = re.findall(
+        r"cp\.async\.wait_group|bar\.sync|fence\.proxy\.async|mbarrier\.arrive|st\.shared\.v4|wgmma\.mma_async",
+        ptx,
+    )
+    found = []
+    for i, step in enumerate(steps):
+        if step == "cp.async.wait_group":
+            until = steps[i + 1 : steps.index("mbarrier.arrive", i)]
+            if until[:2] != ["bar.sync", "fence.proxy.async"] or {*until[2:]} - {"bar.sync"}:
+                found.append(f"copies: {until}")
+        elif step == "st.shared.v4" and steps[i + 1] == "fence.proxy.async":
+            until = steps[i + 2 : steps.index("wgmma.mma_async", i)]
+            if "bar.sync" not in until:
+                found.append(f"queries: {until}")
+    return found if steps.count("cp.async.wait_group") else ["no copies"]
 
 
 def report_of(compiled: Any) -> dict[str, int]:

@@ -73,7 +73,7 @@ def test_every_kernel_that_fails_is_a_reason() -> None:
     ],
 )
 def test_a_turn_that_others_take_is_seen(planted: str, wrong: list[str]) -> None:
-    """That no kernel has one is looked at where they are compiled (`attention/compile_ahead.py`)."""
+    """That no kernel has one is looked at where they are compiled (`compile_ahead.py`)."""
     own = "bar.sync 0, 128; barrier.sync 1; bar.warp.sync -1; "
     turns = "bar.sync 14, 256; bar.arrive 15, 256; bar.sync 15, 256; bar.arrive 14, 256; "
     assert sorted(ping_pong_barriers(own + turns + planted)[1]) == wrong
@@ -120,5 +120,5 @@ def test_weights_that_are_rounded_at_once_have_no_parts() -> None:
 @pytest.mark.slow
 def test_branches_keep_the_order_of_machine_code() -> None:
     """By the ptxas of this Triton; `make compile-ahead TRITON=3.9.0` looks at all kernels, by that of another one."""
-    printed = printed_by("attention.compile_ahead", "--order")
+    printed = printed_by("compile_ahead", "--order")
     assert re.search(r"wrong order: \[\]; without 8 branches: \['", printed)
