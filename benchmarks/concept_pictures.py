@@ -32,7 +32,7 @@ PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 
 def four_stages(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """One head after each stage, all with the same axes: sorted keys across, queries down."""
-    permuter, scorer = bs.SegmentKeySort(SEGMENT, probe=BLOCK), bs.MeanPoolScorer(BLOCK)
+    permuter, scorer = bs.SegmentKeySort(SEGMENT, last_q=BLOCK), bs.MeanPoolScorer(BLOCK)
     selector, executor = bs.TopCdf(0.8) | bs.Sink(1), bs.ReferenceExecutor()
     in_text = bs.Pipeline(bs.Identity(), scorer, bs.Everything(), executor)
     trace = bs.Pipeline(permuter, scorer, selector, executor).trace(q, k, v)
@@ -120,7 +120,7 @@ def one_meaning() -> Any:
     """64 tokens: the pairs in kept blocks, and the causal ones among them, both over slots."""
     N, block = 64, 8
     q, k, v = make_qkv(Hq=1, Hkv=1, N=N, D=32, seed=1)
-    parts = bs.SegmentKeySort(16, probe=block), bs.MeanPoolScorer(block), bs.TopCdf(0.5), bs.ReferenceExecutor()
+    parts = bs.SegmentKeySort(16, last_q=block), bs.MeanPoolScorer(block), bs.TopCdf(0.5), bs.ReferenceExecutor()
     trace = bs.Pipeline(*parts).trace(q, k, v)
     kept = trace.mask.keep[0, 0].repeat_interleave(block, 0).repeat_interleave(block, 1)  # [query, slot]
     order = trace.permutation.k_index

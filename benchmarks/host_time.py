@@ -82,7 +82,7 @@ def _kept(pipeline: Any) -> Make:
 
 def _of_stages(dense_below: float) -> Any:
     """`pbs_attn()` without its preset, which gives one object for equal arguments."""
-    order = bs.SegmentKeySort(256, probe=128, per_query_head=False, causal_probe=True)
+    order = bs.SegmentKeySort(256, last_q=128, per_query_head=False, causal_last_q=True)
     selector = bs.TopCdf(0.9) | bs.Sink(1)
     return bs.Pipeline(order, bs.MeanPoolScorer(128), selector, bs.AutoExecutor(dense_below=dense_below))
 

@@ -139,8 +139,8 @@ class Drawer:
         if kind is bs.GridOrder:  # examples, if `N` has room for their grids
             return self.one(*(p for p in stages.PERMUTERS if isinstance(p, kind))) if N > 60 else bs.Identity()
         if kind is bs.SegmentKeySort:
-            flags = {"per_query_head": self.flag(), "causal_probe": self.flag()}
-            return kind(self.one(some, segment), probe=self.number(1, N + 9), **flags)
+            flags = {"per_query_head": self.flag(), "causal_last_q": self.flag()}
+            return kind(self.one(some, segment), last_q=self.number(1, N + 9), **flags)
         if kind is bs.SegmentQuerySort:
             keys = self.one(bs.Identity(), self.permuter(bs.SegmentKeySort, block, N))
             return kind(segment, block=block, keys=keys)
@@ -167,7 +167,7 @@ class Drawer:
         if kind is bs.SimilarityGatedScorer:
             return kind(self.scorer(bs.MeanPoolScorer, block), self.one(-1.0, 0.2, 0.9))
         if kind is bs.VerticalSlashScorer:
-            return kind(block, probe=self.maybe(self.number(1, 140)), pooled=self.flag())
+            return kind(block, last_q=self.maybe(self.number(1, 140)), pooled=self.flag())
         return kind(block) if kind is stages.AnyOrder else kind(block, k_block=columns)
 
     def selector(self, scorer: bs.Scorer[Any, Any], block: int, *, ranked: bool) -> bs.Selector[Any, Any]:

@@ -21,7 +21,7 @@ from tests.machine import GPU
 # A prompt of a few dozen tokens then has several blocks and segments of everything.
 _SMALL: dict[str, Any] = {
     "block": 16, "k_block": 16, "S": 32, "g": 16, "tile": 16, "stride": 4, "prefix": 32, "n_local": 16, "local": 20,
-    "sink": 8, "last": 5, "min_budget": 16, "vertical": 5, "slash": 8, "recent": 4, "probe": 8,
+    "sink": 8, "last": 5, "min_budget": 16, "vertical": 5, "slash": 8, "recent": 4, "last_q": 8,
 }  # fmt: skip
 
 

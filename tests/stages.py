@@ -67,11 +67,11 @@ def with_others(role: type, *examples: Any, but: tuple[type, ...] = ()) -> tuple
 PERMUTERS: tuple[bs.Permuter[Any], ...] = with_others(
     bs.Permuter,
     bs.Identity(),
-    bs.SegmentKeySort(64, probe=16),
-    bs.SegmentKeySort(48, probe=16, per_query_head=True, causal_probe=False),
+    bs.SegmentKeySort(64, last_q=16),
+    bs.SegmentKeySort(48, last_q=16, per_query_head=True, causal_last_q=False),
     Shuffle(),
     bs.SegmentQuerySort(32, block=16),
-    bs.SegmentQuerySort(48, block=16, keys=bs.SegmentKeySort(48, probe=16)),
+    bs.SegmentQuerySort(48, block=16, keys=bs.SegmentKeySort(48, last_q=16)),
     bs.GlobalIndexMap(32),
     bs.GlobalIndexMap(32, per_query_head=False, order_queries=False, near=40),
     bs.HilbertOrder((2, 4, 7), prefix=5, suffix=None),
@@ -85,8 +85,8 @@ PERMUTERS: tuple[bs.Permuter[Any], ...] = with_others(
 # With queries in place, a chunk of them is a chunk of the permutation too.
 KEYS_ONLY: tuple[bs.Permuter[Any], ...] = (
     bs.Identity(),
-    bs.SegmentKeySort(64, probe=16),
-    bs.SegmentKeySort(48, probe=16, per_query_head=True, causal_probe=False),
+    bs.SegmentKeySort(64, last_q=16),
+    bs.SegmentKeySort(48, last_q=16, per_query_head=True, causal_last_q=False),
     bs.GlobalIndexMap(32, prefix=24, per_query_head=False, order_queries=False),
     bs.GlobalIndexMap(64, order_queries=False),
     bs.GlobalIndexMap(32, prefix=24, coarse=True, order_queries=False),
@@ -110,7 +110,7 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = with_others(
     bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
     bs.SimilarityGatedScorer(bs.FlattenMaxPoolScorer(16, 16), 0.2, smooth_k=None),
     bs.VerticalSlashScorer(16),
-    bs.VerticalSlashScorer(32, probe=10, pooled=False),
+    bs.VerticalSlashScorer(32, last_q=10, pooled=False),
     bs.ScorerByCausality(
         bs.AntidiagonalScorer(4, block=32, k_block=16), bs.MeanPoolScorer(32, k_block=16)
     ),  # one cut

@@ -127,7 +127,7 @@ def test_presets_use_the_names_of_their_arguments(preset: Any, arguments: dict[s
 
 def test_numbers_of_other_libraries_become_pythons() -> None:
     two: Any = np.int8(2)
-    assert repr(bs.SegmentKeySort(two, probe=two)) == repr(bs.SegmentKeySort(2, probe=2))
+    assert repr(bs.SegmentKeySort(two, last_q=two)) == repr(bs.SegmentKeySort(2, last_q=2))
     assert repr(bs.NoScorer(two, k_block=two)) == repr(bs.NoScorer(2, k_block=2))
     assert repr(bs.TileOrder((two, 2, 2), (1, two, 2))) == repr(bs.TileOrder((2, 2, 2), (1, 2, 2)))
     assert repr(bs.Schedule(None, dense=[two])) == repr(bs.Schedule(None, dense=[2]))

@@ -44,7 +44,7 @@ def test_auto_takes_the_cpu_executor_on_a_cpu() -> None:
 
 def test_heads_that_share_a_mask_may_have_key_orders_of_their_own() -> None:
     q, k, v = make_qkv(N=64, D=16)
-    front = bs.SegmentKeySort(16, probe=16, per_query_head=True), bs.NoScorer(4), bs.SharedByGroup(bs.Random(0.3))
+    front = bs.SegmentKeySort(16, last_q=16, per_query_head=True), bs.NoScorer(4), bs.SharedByGroup(bs.Random(0.3))
     want = bs.Pipeline(*front, bs.ReferenceExecutor())(q, k, v)
     torch.testing.assert_close(bs.Pipeline(*front, bs.CpuExecutor())(q, k, v), want)
 
@@ -256,7 +256,7 @@ def test_cpu_takes_values_of_another_width_and_one_query(width: int) -> None:
     q, k, v = make_qkv(N=200, D=16)
     v = torch.cat((v, v.flip(2)), dim=-1)[..., :width]
     for start in (0, 37, 199):
-        front = bs.SegmentKeySort(64, probe=16), bs.MeanPoolScorer(16), bs.TopCdf(0.5)
+        front = bs.SegmentKeySort(64, last_q=16), bs.MeanPoolScorer(16), bs.TopCdf(0.5)
         got, want = (bs.Pipeline(*front, e).trace(q[:, :, start:], k, v).output for e in EXACT)
         torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
 

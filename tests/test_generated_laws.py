@@ -299,7 +299,7 @@ SIZED: dict[str, Callable[[int], AnyPipeline]] = {
     "union": lambda n: pick(bs.Sink(n) | bs.Band(3)),
     "OnTiles": lambda n: pick(bs.OnTiles(bs.Band(n), 2)),
     "rescue": lambda n: pick(bs.Refined(bs.TopCdf(0.4), 2) | bs.OnTiles(bs.Sink(n), 2)),
-    "S": lambda n: pick(bs.TopCdf(0.5), bs.SegmentKeySort(64, probe=n)),
+    "S": lambda n: pick(bs.TopCdf(0.5), bs.SegmentKeySort(64, last_q=n)),
     "a_shape": lambda n: bs.a_shape(local=n, block=16, executor=bs.ReferenceExecutor()),
     "tri_shape": lambda n: bs.tri_shape(last=n, block=16, executor=bs.ReferenceExecutor()),
 }

@@ -256,7 +256,7 @@ def test_arguments(arguments: dict[str, Any], kind: type[Exception], sentence: s
         (lambda: bs.TopK(2, share=0.5), ValueError, "'TopK' takes either 'k' or 'share'"),
         (lambda: bs.SegmentKeySort(0), ValueError, "'S' must be a whole number, at least 1: 0"),
         (lambda: bs.SegmentKeySort(wrong(2.5)), TypeError, "'S' must be a whole number, at least 1: 2.5"),
-        (lambda: bs.SegmentKeySort(256, probe=-1), ValueError, "'probe' must be a whole number, at least 1: -1"),
+        (lambda: bs.SegmentKeySort(256, last_q=-1), ValueError, "'last_q' must be a whole number, at least 1: -1"),
         (lambda: bs.MeanPoolScorer(0), ValueError, "'block' must be a whole number from 1 to 16384: 0"),
         (lambda: bs.pbs_attn(block=128, S=200), ValueError, r"'S' must be a multiple of 'block' \(128\): 200"),
         (lambda: bs.Band(-1), ValueError, "'tokens' must be a whole number, at least 0: -1"),

@@ -70,7 +70,7 @@ def written_out(trace: bs.Trace[Any, Any, Any], dtype: torch.dtype) -> tuple[Ten
 def test_the_law(make: Callable[..., Any], change: Change, start: int) -> None:
     q, k, v = make_qkv(N=200, D=16, dtype=torch.float32)
     q = q[:, :, start:] * 4  # logits far beyond the cap
-    for permuter in (bs.Identity(), bs.SegmentKeySort(64, probe=16)):
+    for permuter in (bs.Identity(), bs.SegmentKeySort(64, last_q=16)):
         trace = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), make()).trace(q, k, v, **change)
         kept = trace.output.out.any(-1)
         assert bool(kept.any() and not kept.all())  # there are queries of both kinds
@@ -89,7 +89,7 @@ def test_the_law_for_the_portable_kernel(
     """Grouped heads, a prompt and a chunk that end and begin inside a block, rows that keep nothing, and lse."""
     q, k, v = make_qkv(N=83, D=16, dtype=dtype, device=device)
     executor = bs.TritonExecutor(PORTABLE)
-    for start, permuter in ((0, bs.SegmentKeySort(64, probe=16)), (37, bs.Identity())):
+    for start, permuter in ((0, bs.SegmentKeySort(64, last_q=16)), (37, bs.Identity())):
         pipeline = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), executor)
         trace = pipeline.trace(q[:, :, start:] * 4, k, v, window=window, **change)
         want, plain = (written_out(trace, each) for each in (torch.float64, dtype))

@@ -45,7 +45,7 @@ def by_query(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.Atten
     return out, lse
 
 
-ORDERS: list[Any] = [bs.Identity(), stages.Shuffle(), bs.SegmentKeySort(32, probe=8)]
+ORDERS: list[Any] = [bs.Identity(), stages.Shuffle(), bs.SegmentKeySort(32, last_q=8)]
 
 
 @pytest.mark.parametrize("call", [{}, {"causal": False}, {"window": 50}], ids=str)

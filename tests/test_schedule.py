@@ -17,7 +17,7 @@ from tests.machine import needs_gpu
 
 A: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
 B: AnyPipeline = Pipeline(
-    SegmentKeySort(32, probe=16), MeanPoolScorer(16), TopCdf(0.5) | Sink(), ReferenceExecutor()
+    SegmentKeySort(32, last_q=16), MeanPoolScorer(16), TopCdf(0.5) | Sink(), ReferenceExecutor()
 )
 SIZES: dict[str, Any] = {"B": 2, "Hq": 8, "Hkv": 4, "N": 129, "D": 16, "Dv": 24, "dtype": torch.float64}
 

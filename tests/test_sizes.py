@@ -25,7 +25,7 @@ def pick(
 
 
 def lines(selector: bs.Selector[Any, Any]) -> AnyPipeline:
-    return pick(selector, bs.VerticalSlashScorer(16, probe=16))
+    return pick(selector, bs.VerticalSlashScorer(16, last_q=16))
 
 
 def tiles(**arguments: Any) -> AnyPipeline:
@@ -56,7 +56,7 @@ TAKES: dict[str, Callable[[int], AnyPipeline]] = {
     "bfla n_local_tiles": lambda n: tiles(n_local_tiles=n),
     "bfla sink": lambda n: tiles(n_local=0, sink=n),
     "bfla eta": lambda n: tiles(eta=n),
-    "VerticalSlashScorer probe": lambda n: pick(bs.VerticalSlashCdf(0.5), bs.VerticalSlashScorer(16, probe=n)),
+    "VerticalSlashScorer last_q": lambda n: pick(bs.VerticalSlashCdf(0.5), bs.VerticalSlashScorer(16, last_q=n)),
     "VerticalSlashCdf min_budget": lambda n: lines(bs.VerticalSlashCdf(0.5, min_budget=n)),
     "VerticalSlashCdf max_budget": lambda n: lines(bs.VerticalSlashCdf(0.5, max_budget=n)),
     "VerticalSlashCdf released": lambda n: lines(bs.VerticalSlashCdf(0.5, min_budget=n, released=True)),
@@ -67,7 +67,7 @@ TAKES: dict[str, Callable[[int], AnyPipeline]] = {
     "VerticalSlashTopK recent": lambda n: lines(bs.VerticalSlashTopK(9, 9, recent=n)),
     "VerticalSlashTopK released": lambda n: lines(bs.VerticalSlashTopK(9, 9, sink=n, recent=n, released=True)),
     "SegmentKeySort S": lambda n: pick(HALF, bs.FlattenMaxPoolScorer(16, 8), bs.SegmentKeySort(n)),
-    "SegmentKeySort probe": lambda n: pick(HALF, permuter=bs.SegmentKeySort(64, probe=n)),
+    "SegmentKeySort last_q": lambda n: pick(HALF, permuter=bs.SegmentKeySort(64, last_q=n)),
     "SegmentQuerySort S": lambda n: pick(HALF, permuter=bs.SegmentQuerySort(16 * n, block=16)),
     "SegmentKeySort S, of whole blocks": lambda n: pick(HALF, bs.MeanPoolScorer(16), bs.SegmentKeySort(16 * n)),
     "SegmentKeySort S, of whole cells": lambda n: pick(

@@ -241,7 +241,7 @@ def test_shared_by_group_is_the_union() -> None:
 @pytest.mark.parametrize("n", [2, 4, 16])
 def test_refine_keeps_the_same_pairs(start: int, n: int) -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=75, D=16)
-    for permuter in (bs.Identity(), bs.SegmentKeySort(32, probe=8)):
+    for permuter in (bs.Identity(), bs.SegmentKeySort(32, last_q=8)):
         trace = bs.Pipeline(permuter, bs.MeanPoolScorer(16), bs.TopCdf(0.4), bs.ReferenceExecutor()).trace(
             q[:, :, start:], k, v
         )
@@ -257,16 +257,16 @@ def test_segment_key_sort_sorts_inside_segments() -> None:
     k[0, 0, :, 0] = torch.tensor([0.0, 3, 1, 2, 9, 7, 8, 6, 5, 4])
     q = torch.zeros(1, 1, 10, 4)
     q[..., 0] = 1
-    order = bs.SegmentKeySort(4, probe=1)(q, k, bs.AttentionSpec(scale=1.0)).k_index
+    order = bs.SegmentKeySort(4, last_q=1)(q, k, bs.AttentionSpec(scale=1.0)).k_index
     assert order is not None
     assert order.flatten().tolist() == [1, 3, 2, 0, 4, 6, 5, 7, 8, 9]
 
 
-def test_a_causal_probe_does_not_vote_on_the_future() -> None:
+def test_a_causal_last_q_does_not_vote_on_the_future() -> None:
     k = torch.zeros(1, 1, 4, 1)
     k[0, 0, 3] = 5.0
     q = torch.ones(1, 1, 4, 1)
-    causal = bs.SegmentKeySort(2, probe=4)
+    causal = bs.SegmentKeySort(2, last_q=4)
     assert not torch.equal(
         causal._importance(q, k, bs.AttentionSpec(scale=1.0)),
         causal._importance(q, k, bs.AttentionSpec(scale=1.0, causal=False)),
@@ -401,7 +401,7 @@ def test_a_rule_of_position_says_where_alone() -> None:
 def test_a_mask_of_kv_heads_lies_on_a_shared_grid() -> None:
     """Whoever made it: bounds of blocks hold for all query heads of a group."""
     q, k, v = make_qkv(N=100, D=16)
-    order = bs.SegmentKeySort(32, probe=16)(q, k, bs.AttentionSpec(scale=0.25))
+    order = bs.SegmentKeySort(32, last_q=16)(q, k, bs.AttentionSpec(scale=0.25))
     cut = bs.Grid.of(q, k, order, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
     keep = cut.visible.expand(1, 4, -1, -1).unflatten(1, (2, 2)).any(2)
     mask = bs.BlockMask(keep, cut)

@@ -27,7 +27,7 @@ SCALE = 0.25
 WINDOWS = (1, 7, 16, 33, 64, 199)
 ORDERS: tuple[bs.Permuter[Any], ...] = (
     bs.Identity(),
-    bs.SegmentKeySort(64, probe=16),
+    bs.SegmentKeySort(64, last_q=16),
     bs.SegmentQuerySort(32, block=16),
     stages.Shuffle(),
 )
@@ -150,7 +150,7 @@ def test_scorers_look_only_at_what_is_seen(scorer: bs.Scorer[Any, Any]) -> None:
     """Blocks outside hold no mass and are not forced; a row of a BlockMass spreads what it has inside."""
     window = 50
     q, k, v = make_qkv(N=200, Hq=4, Hkv=2, D=16, dtype=torch.float32)
-    for order in (bs.Identity(), bs.SegmentKeySort(64, probe=16)):
+    for order in (bs.Identity(), bs.SegmentKeySort(64, last_q=16)):
         for start in (0, 37):
             given = q[:, :, start:]
             permutation = order(given, k, bs.AttentionSpec(scale=SCALE))

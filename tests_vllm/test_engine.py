@@ -311,8 +311,8 @@ def test_a_spawned_engine(model: Path, own_stages: dict[str, Any]) -> None:
     [
         (
             {"blocksparse": {"preset": "pbs"}},
-            "ConfigurationError: 'blocksparse' in --additional-config cannot be used: there is no preset 'pbs'; "
-            "there are auto, pbs_attn, pbs_attn_plus, ",
+            "ConfigurationError: 'blocksparse' in --additional-config cannot be used: there is no preset 'pbs'. "
+            "There are auto, pbs_attn, pbs_attn_plus, ",
         ),
         (
             {"blocksparse": {"plan": "no/such/plan.json"}},

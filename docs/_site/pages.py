@@ -38,7 +38,7 @@ FAMILIES = re.compile(r"^::: blocksparse\.(?P<folder>order|score|select|execute|
 # Words of the glossary that a reader may not know, or know otherwise. The first use on each page is a link.
 WORDS = (
     "prefill", "density", "covered mass", "mass", "KL", "slot", "segment", "visible", "forced", "band", "sink",
-    "probe", "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN",
+    "last_q", "antidiagonal", "sum of cells", "index map", "early stop", "plan", "stock", "YaRN",
     "window of a text",
 )  # fmt: skip
 # What to read next, where a page does not say it.

@@ -37,7 +37,7 @@ DRAWN: AnyPipeline = bs.Pipeline(
     bs.Identity(), bs.PrefixOrderScorer(16), bs.TopCdf(0.3) | (bs.Random(0.2) | bs.Stride(5)), bs.CpuExecutor()
 )
 QUERIES_SORTED: AnyPipeline = bs.Pipeline(
-    bs.SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, probe=70)),
+    bs.SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, last_q=70)),
     bs.MeanPoolScorer(16),
     bs.TopK(share=0.4) & bs.TopCdf(0.9),
     bs.CpuExecutor(),

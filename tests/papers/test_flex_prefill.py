@@ -60,12 +60,12 @@ def test_flex_prefill_scores(name: str) -> None:
 
 @pytest.mark.parametrize("name", FLEX)
 def test_flex_prefill_default_keeps_what_it_says(name: str) -> None:
-    """gamma of the probe's mass in vertical-slash heads, gamma of the pooled mass in the others."""
+    """gamma of the last queries' mass in vertical-slash heads, gamma of the pooled mass in the others."""
     ours, gamma = flex(name, as_released=False), load(name).params["gamma"]
     query_aware = ours.scores.divergence < load(name).params["tau"]
     pooled = (ours.scores.values * ours.mask.keep).sum((-1, -2)) / ours.scores.grid.rows
     assert bool((pooled[query_aware] >= gamma - 1e-6).all())
-    covered = covered_by_probe(ours, ours.scores.grid.q_block)
+    covered = covered_by_last_queries(ours, ours.scores.grid.q_block)
     assert bool((covered[~query_aware] >= gamma - 1e-6).all())
 
 
@@ -93,7 +93,7 @@ def slow_lines(q: Tensor, k: Tensor, P: int, *, causal: bool, scale: float) -> t
 def test_lines_against_a_loop(
     M: int, N: int, causal: bool, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batch, GQA, chunks, tails, both directions, and the probe taken in pieces."""
+    """Batch, GQA, chunks, tails, both directions, and the last queries taken in pieces."""
     if causal and M > N:
         pytest.skip("no such call")
     monkeypatch.setattr(last_queries, "_WORKSPACE", workspace)
@@ -122,7 +122,9 @@ def test_lines_are_summed_in_fp32_or_better(dtype: torch.dtype) -> None:
 def test_values_are_those_of_mean_pooling(M: int) -> None:
     q, k, v = make_qkv(M=M, N=83, D=16)
     for S in (None, 20):  # segments of whole blocks would be left out of the softmax
-        permuter: bs.Permuter[bs.GlobalPermutation] = bs.Identity() if S is None else bs.SegmentKeySort(S, probe=8)
+        permuter: bs.Permuter[bs.GlobalPermutation] = (
+            bs.Identity() if S is None else bs.SegmentKeySort(S, last_q=8)
+        )
         both = [
             bs.Pipeline(permuter, scorer, bs.Everything(), bs.ReferenceExecutor()).trace(q, k, v).scores.values
             for scorer in (VerticalSlashScorer(B16), bs.MeanPoolScorer(B16))
@@ -246,9 +248,9 @@ def pairs_of(mask: bs.BlockMask) -> Tensor:
     return pairs
 
 
-def covered_by_probe(trace: bs.Trace[Any, Any, Any], probe: int) -> Tensor:
+def covered_by_last_queries(trace: bs.Trace[Any, Any, Any], last_q: int) -> Tensor:
     """Share of the last queries' true attention that lies on kept pairs, `[B, Hq]`."""
-    N, P = trace.k.shape[2], min(probe, trace.q.shape[2])
+    N, P = trace.k.shape[2], min(last_q, trace.q.shape[2])
     keys = trace.k.repeat_interleave(trace.q.shape[1] // trace.k.shape[1], dim=1)
     logits = (trace.q[:, :, -P:] @ keys.transpose(-1, -2)).double() * trace.spec.scale
     if trace.mask.grid.causal:
@@ -341,7 +343,7 @@ def scattered(N: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(128, probe=32)], ids=["placed", "sorted"])
+@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(128, last_q=32)], ids=["placed", "sorted"])
 @pytest.mark.parametrize("M", [1000, 300])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("gamma", [0.5, 0.95])
@@ -353,7 +355,7 @@ def test_coverage_of_scattered_columns(
     trace = bs.Pipeline(permuter, scorer, selector, bs.ReferenceExecutor()).trace(
         q[:, :, -M:], k, v, causal=causal
     )
-    assert bool((covered_by_probe(trace, 32) >= gamma - 1e-6).all())
+    assert bool((covered_by_last_queries(trace, 32) >= gamma - 1e-6).all())
     assert gamma > 0.9 or float(trace.density().mean()) < 0.9
 
 
@@ -362,7 +364,7 @@ def test_the_released_rule_misses_scattered_columns() -> None:
     q, k, v = scattered(1000)
     scorer, selector = VerticalSlashScorer(32), VerticalSlashCdf(0.95, released=True)
     trace = bs.Pipeline(bs.Identity(), scorer, selector, bs.ReferenceExecutor()).trace(q, k, v)
-    assert float(covered_by_probe(trace, 32).max()) < 0.4
+    assert float(covered_by_last_queries(trace, 32).max()) < 0.4
 
 
 def test_the_released_rule_loses_part_of_a_diagonal_between_blocks() -> None:
@@ -483,7 +485,7 @@ def test_router_refuses_another_grid() -> None:
 
 @pytest.mark.parametrize("as_released", [False, True])
 def test_the_last_chunk_chooses_as_the_whole_prompt(as_released: bool) -> None:
-    """In heads that are not query-aware, when it holds the probe; blocks lie on the grid of the whole prompt."""
+    """In other than query-aware heads, when it holds the last queries; blocks lie on the whole prompt's grid."""
     q, k, v = make_qkv(B=2, N=203, D=16)
     pipeline = flex_prefill(
         0.7, 0.0, block=B16, min_budget=1, as_released=as_released, executor=bs.ReferenceExecutor()

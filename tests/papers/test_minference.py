@@ -96,8 +96,8 @@ def wanted_pairs(selector: VerticalSlashTopK, scores: VerticalSlashScores) -> Te
 def test_wanted_pairs_are_kept_in_any_order(M: int, causal: bool, released: bool) -> None:
     q, k, v = make_qkv(B=2, M=M, N=83, D=16)
     selector = VerticalSlashTopK([3, 5, 8, 1], [4, 1, 9, 20], sink=2, recent=3, released=released)
-    for permuter in (bs.Identity(), bs.SegmentKeySort(32, probe=8)):
-        trace = bs.Pipeline(permuter, VerticalSlashScorer(B16, probe=10), selector, reference).trace(
+    for permuter in (bs.Identity(), bs.SegmentKeySort(32, last_q=8)):
+        trace = bs.Pipeline(permuter, VerticalSlashScorer(B16, last_q=10), selector, reference).trace(
             q, k, v, causal=causal
         )
         assert bool((wanted_pairs(selector, trace.scores) <= pairs_of(trace.mask)).all())
@@ -256,5 +256,5 @@ def test_what_cannot_be_is_refused() -> None:
         LastQueries(0)
     with pytest.raises(ValueError, match="'local' must be a whole number, at least 1: 0"):
         a_shape(1, 0)
-    with pytest.raises(ValueError, match="'probe' must be a whole number, at least 1"):
-        VerticalSlashScorer(B16, probe=0)
+    with pytest.raises(ValueError, match="'last_q' must be a whole number, at least 1"):
+        VerticalSlashScorer(B16, last_q=0)

@@ -78,7 +78,7 @@ def test_pbs_attn_threshold_one_keeps_everything() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PBS if name not in (DENSE, EMPTIES_ROWS)])
 def test_pbs_attn_default_differs_where_it_says(name: str) -> None:
-    """The default probe is causal and its order is shared by a KV head: own segments are kept all the same."""
+    """The default last_q is causal and its order is shared by a KV head: own segments are kept all the same."""
     case = load(name)
     ours, released = pbs(case, as_released=False), pbs(case, as_released=True)
     own = ours.mask.grid.own_segment(case.params["segment_size"])

@@ -141,8 +141,8 @@ def test_query_sort_sees_all_keys_when_not_causal() -> None:
 SORTS = (
     SegmentQuerySort(32, block=16),
     SegmentQuerySort(48, block=8),
-    SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, probe=8)),
-    SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, probe=8, per_query_head=True)),
+    SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, last_q=8)),
+    SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, last_q=8, per_query_head=True)),
 )
 
 

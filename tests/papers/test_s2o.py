@@ -524,8 +524,8 @@ def test_a_row_with_nothing_kept() -> None:
 
 ORDERS: list[Callable[[], bs.Permuter[Any]]] = [
     bs.Identity,
-    lambda: bs.SegmentKeySort(64, probe=16),
-    lambda: bs.SegmentKeySort(64, probe=16, per_query_head=True),
+    lambda: bs.SegmentKeySort(64, last_q=16),
+    lambda: bs.SegmentKeySort(64, last_q=16, per_query_head=True),
 ]
 
 
@@ -571,7 +571,7 @@ def test_prefix_order_scores(N: int, M: int, per_query_head: bool) -> None:
 def test_prefix_order_without_groups() -> None:
     """Each row of blocks is a group then; causal or not, the mass of a row is 1."""
     q, k, v = make_qkv(**SIZES, N=150, M=100)
-    for permuter in (bs.Identity(), bs.SegmentKeySort(32, probe=16)):
+    for permuter in (bs.Identity(), bs.SegmentKeySort(32, last_q=16)):
         for causal in (True, False):
             pipeline = bs.Pipeline(permuter, PrefixOrderScorer(16), bs.TopCdf(0.8), bs.ReferenceExecutor())
             trace = pipeline.trace(q, k, v, causal=causal)

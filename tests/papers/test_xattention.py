@@ -176,7 +176,7 @@ def test_scores_are_those_of_a_slow_loop(scorer: AntidiagonalScorer, M: int) -> 
         torch.rand(1, 2, M, generator=generator).argsort(-1).int(),
     )
     orders = [bs.GlobalPermutation(), bs.GlobalPermutation(segment=32)]
-    orders += [bs.SegmentKeySort(S, probe=8)(q, k, bs.AttentionSpec(scale=0.3)) for S in (32, 20)]
+    orders += [bs.SegmentKeySort(S, last_q=8)(q, k, bs.AttentionSpec(scale=0.3)) for S in (32, 20)]
     for permutation in [*orders, shuffled]:
         for causal in (True, False):
             got = scorer(q, k, permutation, bs.AttentionSpec(scale=0.3, causal=causal))
@@ -227,7 +227,7 @@ def test_rows_at_a_time_do_not_change_scores(
     scorer: AntidiagonalScorer, M: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, _ = make_qkv(B=2, N=129, M=M, D=16)
-    permutation = bs.SegmentKeySort(32, probe=8)(q, k, bs.AttentionSpec(scale=0.25))
+    permutation = bs.SegmentKeySort(32, last_q=8)(q, k, bs.AttentionSpec(scale=0.25))
     for order in (permutation, bs.GlobalPermutation()):
         whole = scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values
         monkeypatch.setattr(strided_mass, "_CPU_ROWS", 1)
@@ -292,7 +292,7 @@ def test_nothing_is_forced_when_not_causal() -> None:
 def test_query_heads_of_a_group_need_no_copies() -> None:
     q, k, _ = make_qkv(B=2, Hq=6, Hkv=2, N=83, M=60, D=16)
     scorer = AntidiagonalScorer(8, block=16)
-    order = bs.SegmentKeySort(32, probe=8)(q, k, bs.AttentionSpec(scale=0.25))
+    order = bs.SegmentKeySort(32, last_q=8)(q, k, bs.AttentionSpec(scale=0.25))
     repeated = bs.GlobalPermutation(order.k_index.repeat_interleave(3, 1), segment=32)  # type: ignore[union-attr]
     torch.testing.assert_close(
         scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values,

@@ -68,7 +68,7 @@ def test_windows_hold_up_to_the_greatest_length_of_a_plan(
     model: Any, tmp_path: Path, window: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Beyond it their layers are dense, and the log says so once; choices by mass go on."""
-    few = {"vertical": 16, "slash": 24, "sink": 4, "recent": 16, "probe": 16}
+    few = {"vertical": 16, "slash": 24, "sink": 4, "recent": 16, "last_q": 16}
     arguments: dict[str, Any] = {"a_shape": {"local": 32}, "minference": few}[window]
     parts = (
         Part(0, None, Candidate(window, {**arguments, "block": 16}), 0.3, 0.0, 0.0, 1.0),

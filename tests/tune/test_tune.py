@@ -319,13 +319,13 @@ def test_sparge_takes_the_fewest_blocks_under_its_bounds(model: Any, tmp_path: P
         model, tiny.prompts(2, 0), tiny.prompts(1, 1), journal=tmp_path / "j", bounds=ErrorBounds(0.3, 0.4)
     )
     known = [json.loads(line) for line in (tmp_path / "j").read_text().splitlines()[1:]]
-    probes = {line["what"]: line["value"] for line in known if line["what"].startswith("probe")}
+    evaluations = {line["what"]: line["value"] for line in known if line["what"].startswith("evaluation")}
     for part in plan.layers:
         means = {}
-        for what in probes:
+        for what in evaluations:
             _, number, layer, name = what.split(" ", 3)
             if number == "0" and int(layer) == part.layer:
-                both = [probes[f"probe {i} {layer} {name}"] for i in range(2)]
+                both = [evaluations[f"evaluation {i} {layer} {name}"] for i in range(2)]
                 means[name] = tuple(sum(x[figure] for x in both) / 2 for figure in ("error", "density"))
         fits = [density for error, density in means.values() if error < 0.3]
         assert (part.attention is None) == (not fits)

@@ -3,7 +3,7 @@
 * `Piece`: Which consecutive tokens each rank has.
 * `Region`: The pairs of a piece of queries and a piece of keys, in rectangles of blocks that executors can attend
   to.
-* `probed`: The order of all keys, for stages that see only a part of the queries.
+* `last_q_of`: The order of all keys, for stages that see only a part of the queries.
 """
 
 from __future__ import annotations
@@ -192,20 +192,20 @@ def _heads(index: list[Tensor | None]) -> Tensor | None:
 
 
 @singledispatch
-def probed(permuter: object) -> int:
+def last_q_of(permuter: object) -> int:
     """How many of the last queries of the whole call order its keys."""
     del permuter
     return 0
 
 
-@probed.register
+@last_q_of.register
 def _(permuter: SegmentKeySort) -> int:
-    return permuter.probe
+    return permuter.last_q
 
 
-@probed.register
+@last_q_of.register
 def _(permuter: SegmentQuerySort) -> int:
-    return probed(permuter.keys)
+    return last_q_of(permuter.keys)
 
 
 def last_queries(q: Tensor, pieces: Sequence[Sequence[Piece]], count: int, ranks: Ranks) -> Tensor | None:
@@ -234,25 +234,25 @@ def last_queries(q: Tensor, pieces: Sequence[Sequence[Piece]], count: int, ranks
 
 
 @singledispatch
-def for_chunks(permuter: Permuter[Any], probe: Tensor | None, k: Tensor, call: ShardedCall) -> Permuter[Any]:
+def for_chunks(permuter: Permuter[Any], last_q: Tensor | None, k: Tensor, call: ShardedCall) -> Permuter[Any]:
     """A permuter that orders a chunk's tokens as `permuter` orders them in the whole call.
 
     Args:
-        probe: the last queries of the whole call, `[B, Hq, probed(permuter), D]` or all if there are fewer.
+        last_q: the last queries of the whole call, `[B, Hq, last_q_of(permuter), D]` or all if there are fewer.
         k: the keys of the whole call, `[B, Hkv, N, D]`.
     """
-    del probe, k, call
+    del last_q, k, call
     return permuter
 
 
 @for_chunks.register
-def _(permuter: SegmentKeySort, probe: Tensor, k: Tensor, call: ShardedCall) -> Permuter[Any]:
-    return _Cut(permuter(probe, k, call.spec))
+def _(permuter: SegmentKeySort, last_q: Tensor, k: Tensor, call: ShardedCall) -> Permuter[Any]:
+    return _Cut(permuter(last_q, k, call.spec))
 
 
 @for_chunks.register
-def _(permuter: SegmentQuerySort, probe: Tensor | None, k: Tensor, call: ShardedCall) -> Permuter[Any]:
-    return evolve(permuter, keys=for_chunks(permuter.keys, probe, k, call))
+def _(permuter: SegmentQuerySort, last_q: Tensor | None, k: Tensor, call: ShardedCall) -> Permuter[Any]:
+    return evolve(permuter, keys=for_chunks(permuter.keys, last_q, k, call))
 
 
 @final

@@ -21,8 +21,8 @@ from blocksparse.distributed.pieces import (
     PieceMask,
     for_chunks,
     joined,
+    last_q_of,
     last_queries,
-    probed,
     refuse_cuts,
     regions,
     split,
@@ -146,7 +146,7 @@ class Ring(SequenceScheme):
         (Hq, Hkv), mine = (q.shape[1], k.shape[1]), q_pieces[ranks.rank]
         end = max(piece.end for its in q_pieces for piece in its)
         group = Hq // Hkv
-        probe = last_queries(q, q_pieces, probed(pipeline.permuter), ranks)
+        last_q = last_queries(q, q_pieces, last_q_of(pipeline.permuter), ranks)
         chosen: list[list[tuple[GlobalPermutation, BlockMask]]] = [[] for _ in mine]
         coming = joined(ranks.gathered(k[:, :1], keys), k_pieces)
         for h in range(Hkv):
@@ -155,8 +155,8 @@ class Ring(SequenceScheme):
                 coming = joined(ranks.gathered(k[:, h + 1 : h + 2], keys), k_pieces)
             heads = slice(h * group, (h + 1) * group)
             stages = of_heads(pipeline, tuple(range(Hq))[heads], Hq)
-            its_probe = None if probe is None else probe[:, heads]
-            stages = evolve(stages, permuter=for_chunks(stages.permuter, its_probe, every_k, call))
+            its_last_q = None if last_q is None else last_q[:, heads]
+            stages = evolve(stages, permuter=for_chunks(stages.permuter, its_last_q, every_k, call))
             for masks, piece, part in zip(chosen, mine, split(q[:, heads], mine), strict=True):
                 some_k = every_k[:, :, : piece.end] if causal else every_k
                 spec = call.spec.with_remaining(call.spec.remaining + end - piece.end)
@@ -247,10 +247,10 @@ class AllGatherKV(SequenceScheme):
         q_pieces, k_pieces = self._pieces(queries, before, at), self._pieces(keys, 0, at)
         refuse_cuts(q_pieces, at, "queries")
         all_k, all_v = (joined(ranks.gathered(x, keys), k_pieces) for x in (k, v))
-        probe = last_queries(q, q_pieces, probed(pipeline.permuter), ranks)
+        last_q = last_queries(q, q_pieces, last_q_of(pipeline.permuter), ranks)
         dense = is_dense(pipeline, q, k, v.shape[3], call, M=M, N=N)
         every_k = all_k()
-        permuter = pipeline.permuter if dense else for_chunks(pipeline.permuter, probe, every_k, call)
+        permuter = pipeline.permuter if dense else for_chunks(pipeline.permuter, last_q, every_k, call)
         outputs = []
         mine = q_pieces[ranks.rank]
         for piece, part in zip(mine, split(q, mine), strict=True):

@@ -83,7 +83,8 @@ def pbs_attn(
         block: tokens per block.
         S: tokens per segment, a multiple of `block`.
         per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
-        as_released: choose exactly as the authors' code does. There is an order per query head, from a probe that
+        as_released: choose exactly as the authors' code does. There is an order per query head, from last queries
+        that
             is not causal and ignores the tail. The mean of a short tail block includes padding.
         executor: `AutoExecutor()` if None.
     """
@@ -92,7 +93,9 @@ def pbs_attn(
     flag.check(per_query_head=per_query_head, as_released=as_released)
     multiple("S", S, "block", block)
     return preset(
-        SegmentKeySort(S, probe=block, per_query_head=per_query_head or as_released, causal_probe=not as_released),
+        SegmentKeySort(
+            S, last_q=block, per_query_head=per_query_head or as_released, causal_last_q=not as_released
+        ),
         MeanPoolScorer(block, padded_tail=as_released),
         TopCdf(mass) | Sink(1),
         executor,
@@ -125,7 +128,7 @@ def pbs_attn_plus(
     size.check(S=S)
     multiple("S", S, "block", block)
     return preset(
-        SegmentKeySort(S, probe=block, per_query_head=per_query_head),
+        SegmentKeySort(S, last_q=block, per_query_head=per_query_head),
         AntidiagonalScorer(stride, block=block, forced=False),
         TopCdf(mass) | Sink(1),
         executor,
@@ -342,7 +345,7 @@ def flex_prefill(
     Args:
         mass: gamma of the paper, the share of the attention mass to keep. A number, or one per query head.
         tau: divergence below which a head is query-aware. A number, or one per query head. With 0 no head is.
-        block: tokens per block, and queries in the probe.
+        block: tokens per block, and how many of the last queries are measured.
         min_budget: the least number of tokens in the columns, and in the diagonals, of every head.
         max_budget: the greatest number of tokens in each, in heads that are not query-aware. None for no limit.
         as_released: choose as the authors' code does. It keeps one block for every 128 tokens that it counts, and
@@ -372,7 +375,7 @@ def minference(
     sink: int = 30,  # released code
     recent: int = 100,  # released code; its search for budgets forces 30
     block: int = 64,  # section 3.2; released code
-    probe: int = 64,  # section 3.2, algorithm 1
+    last_q: int = 64,  # section 3.2, algorithm 1
     as_released: bool = False,
     executor: BlockExecutor | None = None,
 ) -> Preset[VerticalSlashScores]:
@@ -384,7 +387,7 @@ def minference(
         sink: how many of the first keys are always kept, as a part of `vertical`.
         recent: how many of the nearest distances are always kept, as a part of `slash`.
         block: tokens per block.
-        probe: with how many of the last queries the lines are measured.
+        last_q: with how many of the last queries the lines are measured.
         as_released: choose as the authors' code does. Keys near the end may use up the vertical budget, and tiles
             of keys at chosen distances end up to one block late.
         executor: `AutoExecutor()` if None.
@@ -392,7 +395,7 @@ def minference(
     flag.check(as_released=as_released)
     return preset(
         Identity(),
-        VerticalSlashScorer(block, probe=probe, pooled=False),
+        VerticalSlashScorer(block, last_q=last_q, pooled=False),
         VerticalSlashTopK(vertical, slash, sink=sink, recent=recent, released=as_released),
         executor,
     )

@@ -32,12 +32,11 @@ _Later = Callable[[], Tensor]
 @final
 @frozen(eq=False)
 class VerticalSlashScores(BlockMass):
-    """Pooled mass of every block, and the mass of the vertical and slash lines of a probe.
+    """Pooled mass of every block, and the mass of the vertical and slash lines of the last queries.
 
-    The probe is the last queries of the call. A vertical line is one key, and a slash line is all pairs at one
-    distance. The distance of a pair is query position minus key position in original order, or the absolute value
-    of that when not causal. A line that is asked for is computed then, from the q and k of the call: do not change
-    these before.
+    A vertical line is one key, and a slash line is all pairs at one distance. The distance of a pair is query
+    position minus key position in original order, or the absolute value of that when not causal. A line that is
+    asked for is computed then, from the q and k of the call: do not change these before.
     """
 
     _vertical: Tensor | _Later = field(kw_only=True, repr=False)
@@ -49,7 +48,7 @@ class VerticalSlashScores(BlockMass):
 
     @property
     def vertical(self) -> Tensor:
-        """The mean weight that probe queries give to each key, `[B, Hq, N]` fp32."""
+        """The mean weight that the last queries give to each key, `[B, Hq, N]` fp32."""
         return _tensor(self._vertical)
 
     @property
@@ -86,29 +85,29 @@ class VerticalSlashScores(BlockMass):
 @final
 @frozen(cache_hash=True)
 class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
-    """Softmax of the last queries (the probe) over all keys, summed along columns and along diagonals.
+    """Softmax of the last queries over all keys, summed along columns and along diagonals.
 
     This is the estimate of MInference (section 3.2) and of FlexPrefill (section 3). The `values` are those of
     `MeanPoolScorer`, from mean queries and mean keys, for FlexPrefill's query-aware heads. The divergence is
     FlexPrefill's test of whether pooling describes a head well. It is the square root of the Jensen-Shannon
     divergence (natural logarithm) between two distributions over key blocks. One has the weights that the mean
-    query of the probe gives to mean keys. The other has the true weights of the probe.
+    of the last queries gives to mean keys. The other has the true weights of these queries.
 
     Lines are measured with the last queries of a call. So a choice made from them is not causal and depends on how
-    a prompt is chunked. It takes `probe * N * D` multiplications per query head.
+    a prompt is chunked. It takes `last_q * N * D` multiplications per query head.
 
     Args:
         block: slots per block, on both sides.
-        probe: how many of the last queries are measured. `block` if None, as in FlexPrefill. MInference takes 64.
+        last_q: how many of the last queries are measured. `block` if None, as in FlexPrefill. MInference takes 64.
         pooled: compute `values` from pooled queries and keys. `False` leaves them 0, which takes no memory, for
             selectors that look only at lines.
         tau: compute `values` only in heads whose divergence is below this, and leave them 0 in others. A number,
             or one per query head. `RoutedByDivergence` must have the same `tau`. None means all heads. Of those
-            others a GPU then reads no queries but the probe.
+            others a GPU then reads only the last queries.
     """
 
     block: int = field(default=128, converter=whole, validator=block_size)
-    probe: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)
+    last_q: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)
     pooled: bool = field(default=True, validator=flag, kw_only=True)
     tau: PerHead | None = field(
         default=None,
@@ -133,27 +132,30 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
         # Mean keys, [B, H, cols, D].
         keys: Tensor | _Later = partial(block_mean, k, self.block, index=permutation.key_slots)
-        if history is not None:  # means are remembered; the probe scores every key again
+        if history is not None:  # means are remembered; the last queries score every key again
             keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
-        of_probe = self.probe or self.block
-        mean, queries = None, None  # of the probe, [B, Hq, 1, D], and of blocks of queries, [B, Hq, rows, D]
+        count = self.last_q or self.block
+        mean, queries = (
+            None,
+            None,
+        )  # of the last queries, [B, Hq, 1, D], and of blocks of queries, [B, Hq, rows, D]
         if self.pooled and not isinstance(keys, Tensor):
             k_index = permutation.key_slots
             if self.tau is not None:
-                mean, keys = block_means(q[:, :, -of_probe:], k, of_probe, self.block, k_index=k_index)
+                mean, keys = block_means(q[:, :, -count:], k, count, self.block, k_index=k_index)
             else:
                 queries, keys = block_means(
                     q, k, self.block, self.block, lead=grid.q_lead, q_index=permutation.q_index, k_index=k_index
                 )
 
-        probe = _Probe(q, k, keys, mean, min(of_probe, q.shape[2]), grid, spec.scale)
+        last_q = _LastQueries(q, k, keys, mean, min(count, q.shape[2]), grid, spec.scale)
         # Rules that look at single lines have no use for sums, and those that look at sums none for lines.
-        columns, bands = probe.sums() if self.pooled else (None, None)
-        divergence: Tensor | _Later = partial(probe.divergence, columns)
+        columns, bands = last_q.sums() if self.pooled else (None, None)
+        divergence: Tensor | _Later = partial(last_q.divergence, columns)
         if isinstance(keys, Tensor) and self.pooled:
             heads = None
             if self.tau is not None:
-                divergence = probe.divergence(columns)
+                divergence = last_q.divergence(columns)
                 heads = HeadMask(divergence, over_blocks(self.tau, divergence))
             if queries is None:
                 queries = block_mean(q, self.block, lead=grid.q_lead, index=permutation.q_index, heads=heads)
@@ -164,8 +166,8 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         return VerticalSlashScores(
             values,
             grid,
-            vertical=probe.vertical,
-            slash=probe.slash,
+            vertical=last_q.vertical,
+            slash=last_q.slash,
             divergence=divergence,
             columns=columns,
             bands=bands,
@@ -179,13 +181,13 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
 
 
 @final
-class _Probe:
+class _LastQueries:
     """Attention of the last `P` queries, computed on demand."""
 
     def __init__(
         self, q: Tensor, k: Tensor, keys: Tensor | _Later, mean: Tensor | None, P: int, grid: Grid, scale: float
     ) -> None:
-        self.probe, self.k, self.q_len, self.keys, self.mean = q[:, :, -P:], k, q.shape[2], keys, mean
+        self.last_q, self.k, self.q_len, self.keys, self.mean = q[:, :, -P:], k, q.shape[2], keys, mean
         self.grid, self.scale = grid, scale
 
     def vertical(self) -> Tensor:
@@ -197,23 +199,23 @@ class _Probe:
     @cached_property
     def lines(self) -> tuple[Tensor, Tensor]:
         grid = self.grid
-        return last_query_weights(self.probe, self.k, self.q_len, grid.causal, self.scale, grid.window)
+        return last_query_weights(self.last_q, self.k, self.q_len, grid.causal, self.scale, grid.window)
 
     def sums(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Mass of columns and bands without lines, if a kernel computes it."""
         grid = self.grid
         if not grid.causal or grid.window is not None or grid.permutation.k_index is not None:
             return None, None
-        return last_query_sums(self.probe, self.k, self.scale, grid.k_block) or (None, None)
+        return last_query_sums(self.last_q, self.k, self.scale, grid.k_block) or (None, None)
 
     def divergence(self, columns: Tensor | None) -> Tensor:
         """Divergence between mean-query weights on mean keys and the weights of key blocks."""
-        grid, scale, P = self.grid, self.scale, self.probe.shape[2]
+        grid, scale, P = self.grid, self.scale, self.last_q.shape[2]
         keys = self.keys if isinstance(self.keys, Tensor) else self.keys()
-        logits = products(block_mean(self.probe, P) if self.mean is None else self.mean, keys)
+        logits = products(block_mean(self.last_q, P) if self.mean is None else self.mean, keys)
         # Without a window no mask is needed, because the last query sees every block.
         if grid.window is not None:
-            seen = grid.k_last > grid.k_len - P - grid.window  # by some query of the probe
+            seen = grid.k_last > grid.k_len - P - grid.window  # by one of the last queries
             logits, scale = (logits * scale).masked_fill(~seen, float("-inf")), 1.0
         if columns is None:
             columns = _mass_of_columns(self.vertical(), grid)

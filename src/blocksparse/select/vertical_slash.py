@@ -163,13 +163,13 @@ _TOKENS_PER_BUDGET = 128  # the released code divides by this number for every b
 class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
     """Keep the heaviest columns of blocks until they hold `mass`, and the heaviest bands of distances likewise.
 
-    A band is as many distances as a block has tokens. The columns alone hold the share `mass` of the probe's
+    A band is as many distances as a block has tokens. The columns alone hold the share `mass` of the last queries'
     weight, and so do the bands alone. So their union holds at least as much, unless `max_budget` cuts it short.
-    Rows before the probe are assumed to have the same pattern. The block that holds token 0 and the diagonal are
+    Earlier rows are assumed to have the same pattern. The block that holds token 0 and the diagonal are
     kept in addition and not counted.
 
     Args:
-        mass: share of the probe's mass, in [0, 1]. A number, or one per query head. With 0 only `min_budget` is
+        mass: share of these queries' mass, in [0, 1]. A number, or one per query head. With 0 only `min_budget` is
             kept, with 1 every visible block.
         min_budget: the least number of tokens in the columns, and in the bands. Rounded up to blocks.
         max_budget: the greatest number of tokens in each. None for no limit.

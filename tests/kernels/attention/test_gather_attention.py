@@ -174,7 +174,7 @@ def test_rows_that_open_with_a_band(near: int, band: int, device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(32, probe=8)], ids=repr)
+@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(32, last_q=8)], ids=repr)
 def test_one_map_for_all_queries(permuter: bs.Permuter[Any], causal: bool, device: str) -> None:
     q, k, v = make_qkv(N=100, M=70, Hq=2, Hkv=1, D=16, device=device)
     assert_right(arguments(q, k, v, permuter=permuter, causal=causal))
@@ -186,7 +186,7 @@ def test_blocks(block: int, k_block: int, device: str) -> None:
     """Any block: a wide one takes several tiles, and what does not fill a tile is masked."""
     q, k, v = make_qkv(N=150, Hq=2, Hkv=1, D=16, device=device)
     assert_right(arguments(q, k, v, permuter=GlobalIndexMap(16 * block), block=block, k_block=k_block))
-    assert_right(arguments(q, k, v, permuter=bs.SegmentKeySort(32, probe=8), block=block, k_block=k_block))
+    assert_right(arguments(q, k, v, permuter=bs.SegmentKeySort(32, last_q=8), block=block, k_block=k_block))
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_calls(block: int, tile: int, call: dict[str, Any], M: int, device: str)
 @pytest.mark.parametrize(
     ("order", "call"),
     [
-        (bs.SegmentKeySort(64, probe=16), {}),
+        (bs.SegmentKeySort(64, last_q=16), {}),
         (stages.Shuffle(), {"causal": False}),
         (bs.HilbertOrder((3, 5, 10)), {"causal": False}),
     ],
@@ -96,7 +96,7 @@ def test_more_columns_than_a_word_has_bits(device: str) -> None:
 def test_one_mask_for_each_kv_head(device: str) -> None:
     q, k, v = make_qkv(N=100, Hq=4, Hkv=2, D=16, dtype=torch.float32, device=device)
     shared = bs.Pipeline(
-        bs.SegmentKeySort(32, probe=8), stages.AnyOrder(16), bs.SharedByGroup(bs.TopK(2)), bs.ReferenceExecutor()
+        bs.SegmentKeySort(32, last_q=8), stages.AnyOrder(16), bs.SharedByGroup(bs.TopK(2)), bs.ReferenceExecutor()
     )
     arguments = given(shared, q, k, v)
     assert arguments["kept"].keep.shape[1] == 2

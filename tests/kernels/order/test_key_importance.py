@@ -14,10 +14,10 @@ from blocksparse.kernels.order.segments_triton import key_importance_triton
 from blocksparse.testing import make_qkv
 
 
-def check(q: Tensor, k: Tensor, *, probe: int = 128, seen: int | None = None, scale: float | None = None) -> None:
+def check(q: Tensor, k: Tensor, *, last_q: int = 128, seen: int | None = None, scale: float | None = None) -> None:
     seen, scale = k.shape[2] if seen is None else seen, q.shape[-1] ** -0.5 if scale is None else scale
     for causal, per_query_head in ((True, False), (False, True)):
-        rest: tuple[Any, ...] = (probe, seen, causal, scale, per_query_head)
+        rest: tuple[Any, ...] = (last_q, seen, causal, scale, per_query_head)
         exact = key_importance.reference(q.double(), k.double(), *rest).sum(2)
         same = key_importance.reference(q, k, *rest).sum(2).double()
         got = key_importance_triton(q, k, *rest).sum(2)
@@ -37,15 +37,15 @@ def test_lengths(N: int, device: str) -> None:
     check(*inputs(device, Hq=2, Hkv=1, N=N, D=16))
 
 
-@pytest.mark.parametrize(("M", "N", "probe"), [(5, 130, 128), (64, 200, 20), (200, 200, 150), (100, 100, 1)])
-def test_chunks_and_probes(M: int, N: int, probe: int, device: str) -> None:
-    check(*inputs(device, Hq=2, Hkv=2, M=M, N=N, D=16), probe=probe)
+@pytest.mark.parametrize(("M", "N", "last_q"), [(5, 130, 128), (64, 200, 20), (200, 200, 150), (100, 100, 1)])
+def test_chunks(M: int, N: int, last_q: int, device: str) -> None:
+    check(*inputs(device, Hq=2, Hkv=2, M=M, N=N, D=16), last_q=last_q)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 def test_groups(group: int, device: str) -> None:
-    check(*inputs(device, B=2, Hq=2 * group, Hkv=2, N=70, D=16), probe=16)
+    check(*inputs(device, B=2, Hq=2 * group, Hkv=2, N=70, D=16), last_q=16)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_groups(group: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_head_dims(D: int, dtype: torch.dtype, device: str) -> None:
     q, k = inputs(device, Hq=1, Hkv=1, N=150, D=D)
-    check(q.to(dtype), k.to(dtype), probe=16)
+    check(q.to(dtype), k.to(dtype), last_q=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -69,20 +69,20 @@ def test_weights_of_half_precision_are_not_rounded_to_it(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("seen", [1, 64, 130, 192])
 def test_keys_that_nobody_votes_on(seen: int, device: str) -> None:
-    check(*inputs(device, Hq=2, Hkv=1, N=200, D=16), probe=16, seen=seen)
+    check(*inputs(device, Hq=2, Hkv=1, N=200, D=16), last_q=16, seen=seen)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter, where the first peak is left behind
 @pytest.mark.parametrize("scale", [0.0, -0.3, 8.0])
 def test_scales(scale: float, device: str) -> None:
-    check(*inputs(device, Hq=2, Hkv=1, N=200, D=16), probe=16, scale=scale)
+    check(*inputs(device, Hq=2, Hkv=1, N=200, D=16), last_q=16, scale=scale)
 
 
 def test_many_shares_of_the_keys(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Also one in which some queries see no key at all."""
     monkeypatch.setattr(kernels, "_PIECES", 1)
-    check(*inputs(device, Hq=2, Hkv=1, N=330, D=16), probe=128)
-    check(*inputs(device, Hq=2, Hkv=1, N=330, D=16), probe=128, seen=100)
+    check(*inputs(device, Hq=2, Hkv=1, N=330, D=16), last_q=128)
+    check(*inputs(device, Hq=2, Hkv=1, N=330, D=16), last_q=128, seen=100)
 
 
 def test_layouts(device: str) -> None:

@@ -64,7 +64,7 @@ def test_mass_in_any_order(heads: int) -> None:
 @pytest.mark.parametrize(
     ("M", "N", "P"), [(83, 83, 1), (60, 83, 60), (90, 700, 10), (150, 150, 128), (200, 60, 20), (2100, 2100, 130)]
 )
-def test_probes(M: int, N: int, P: int, dtype: torch.dtype) -> None:
+def test_numbers_of_queries(M: int, N: int, P: int, dtype: torch.dtype) -> None:
     q = make_qkv(B=2, N=M, Hq=4, Hkv=2, D=20, dtype=dtype)[0]
     k = make_qkv(B=2, N=N, Hq=4, Hkv=2, D=20, dtype=dtype, seed=1)[1]
     for causal, window in ((True, None), (True, 30), (False, None)):

@@ -33,7 +33,7 @@ def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize(
     ("M", "N", "P"), [(83, 83, 1), (60, 83, 60), (90, 200, 10), (150, 150, 128), (200, 60, 20)]
 )
-def test_probes(M: int, N: int, P: int, causal: bool, device: str) -> None:
+def test_numbers_of_queries(M: int, N: int, P: int, causal: bool, device: str) -> None:
     if causal and M > N:
         pytest.skip("no such call")
     q = make_qkv(B=2, N=M, Hq=4, Hkv=2, D=16, device=device)[0]

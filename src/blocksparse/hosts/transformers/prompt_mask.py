@@ -109,9 +109,9 @@ class PromptMask:
 
     def to(self, *args: Any, **kwargs: Any) -> PromptMask | Tensor:
         """As `Tensor.to`. A move to another device, which models on several devices make, needs no tensor yet."""
-        probe = torch.zeros((), dtype=torch.bool, device=self.device).to(*args, **kwargs)
-        if probe.dtype == torch.bool:
-            return evolve(self, device=probe.device, tensor=None)
+        moved = torch.zeros((), dtype=torch.bool, device=self.device).to(*args, **kwargs)
+        if moved.dtype == torch.bool:
+            return evolve(self, device=moved.device, tensor=None)
         return self.made().to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 `key_importance`: How much the last queries look at each key (PBS-Attn, eq. 10).
 
-    out[b, h, j] = mean over the last `probe` queries i, and over the query heads of h, of softmax_j(scale * q_i . k_j)
+    out[b, h, j] = mean over the last `last_q` queries i, and over the query heads of h, of softmax_j(scale * q_i . k_j)
 
 On GPUs there are two passes over the keys, neither of which stores a product. The first finds the largest logit of every
 query and the sum of its weights. The second adds up the weights of each key. Sums are in a fixed order, which depends on `N`
@@ -34,7 +34,7 @@ from blocksparse.kernels.score import cpu_scores
 @on_gpus(*FLOATS)
 @compiled(cpu_scores.key_importance_on_cpu, lambda q, k, *_, **__: cpu_scores.takes(q, k))
 def key_importance(
-    q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
+    q: Tensor, k: Tensor, last_q: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
     """Parts whose sums are the mean weight of every key of `k` `[B, Hkv, N, D]`, `[B, Hkv or Hq, P, N]`, fp32 or better.
 
@@ -42,13 +42,13 @@ def key_importance(
 
     Args:
         q: `[B, Hq, M, D]`. Query `i` stands at position `N - M + i`.
-        probe: how many of the last queries vote. All of them where there are fewer.
+        last_q: how many of the last queries vote. All of them where there are fewer.
         seen: keys from this one on have no part in the softmax, and weigh nothing.
         causal: neither have keys after the query.
         per_query_head: take the mean over each query head's own queries, `[B, Hq, P, N]`.
     """
     # One KV head after another, so that fewer numbers are held at a time; it is one part.
-    Hkv, N, P = k.shape[1], k.shape[2], min(probe, q.shape[2])
+    Hkv, N, P = k.shape[1], k.shape[2], min(last_q, q.shape[2])
     later = torch.ones(P, P, dtype=torch.bool, device=k.device).triu(1)  # the last keys, behind their query
     weights = []
     for queries, keys in zip(q[:, :, -P:].chunk(Hkv, 1), k.unbind(1), strict=True):

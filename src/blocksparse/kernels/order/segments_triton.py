@@ -37,12 +37,12 @@ _LEAST = tl.constexpr(-3.0e38)  # below every product; finite, so that differenc
 
 
 def key_importance_triton(
-    q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
+    q: Tensor, k: Tensor, last_q: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
     """Launch the kernels; arguments as in `key_importance`."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (_, _, M, _), (_, Hkv, N, _) = q.shape, k.shape
-    P, seen = min(probe, M), min(seen, N)
+    P, seen = min(last_q, M), min(seen, N)
     # A negative scale is that of negated queries: the largest product then stays the largest logit.
     q = q.narrow(2, M - P, P)
     q = q if scale >= 0 else -q
@@ -83,7 +83,7 @@ class _Plan(NamedTuple):
 def _plan(
     of_queries: tuple[int, ...], of_keys: tuple[int, ...], itemsize: int, per_query_head: bool, hardware: Hardware
 ) -> _Plan:
-    """The plan for the shapes of the probe queries `[B, Hq, P, D]` and of the keys `[B, Hkv, N, D]`."""
+    """The plan for the shapes of the last queries `[B, Hq, P, D]` and of the keys `[B, Hkv, N, D]`."""
     (B, Hq, P, D), (_, Hkv, N, _) = of_queries, of_keys
     G = Hq // Hkv
     sums, weights = _options(D, itemsize, P, G, hardware)
@@ -178,11 +178,11 @@ def _keys(
 
 
 @triton.jit
-def _last_key(probe, N, P, seen, CAUSAL: tl.constexpr):
+def _last_key(query, N, P, seen, CAUSAL: tl.constexpr):
     """The last key that each query sees."""
-    last = tl.zeros_like(probe) + seen - 1
+    last = tl.zeros_like(query) + seen - 1
     if CAUSAL:
-        last = tl.minimum(last, N - P + probe)
+        last = tl.minimum(last, N - P + query)
     return last
 
 
@@ -277,19 +277,19 @@ def _weights(
     b = tl.program_id(2) // kv_heads
     h = tl.program_id(2) % kv_heads
     head = tl.program_id(0) // tiles  # the query head's number among those that share the KV head
-    probe = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    last = _last_key(probe, N, P, seen, CAUSAL)
+    query = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    last = _last_key(query, N, P, seen, CAUSAL)
 
     split = tl.arange(0, SPLITS)
-    at = (tl.program_id(2) * splits + split).to(tl.int64)[:, None] * rows + (head * P + probe)[None, :]
-    there = (split < splits)[:, None] & (probe < P)[None, :]
+    at = (tl.program_id(2) * splits + split).to(tl.int64)[:, None] * rows + (head * P + query)[None, :]
+    there = (split < splits)[:, None] & (query < P)[None, :]
     peaks = tl.load(peak_ptr + at, mask=there, other=_LEAST)
     totals = tl.load(total_ptr + at, mask=there, other=0.0)
     peak = tl.max(peaks, 0)
     total = tl.sum(totals * tl.exp2((peaks - peak[None, :]) * scale), 0)
-    log_sum = peak * scale + tl.log2(tl.where(probe < P, total, 1.0))
-    log_sum = tl.where(probe < P, log_sum, float("inf"))  # where there is no query, weights come to 0
-    q_tile = rows_of(q_ptr, q_strides, b, h * (rows // P) + head, probe, probe < P, D, BLOCK_D, False)
+    log_sum = peak * scale + tl.log2(tl.where(query < P, total, 1.0))
+    log_sum = tl.where(query < P, log_sum, float("inf"))  # where there is no query, weights come to 0
+    q_tile = rows_of(q_ptr, q_strides, b, h * (rows // P) + head, query, query < P, D, BLOCK_D, False)
 
     begin, masked_from = _share(share, plain, BLOCK_N)
     out_at = out_ptr + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * N

@@ -103,12 +103,12 @@ def last_query_weights_on_cpu(
 
 
 def key_importance_on_cpu(
-    q: Tensor, k: Tensor, probe: int, seen: int, causal: bool, scale: float, per_query_head: bool
+    q: Tensor, k: Tensor, last_q: int, seen: int, causal: bool, scale: float, per_query_head: bool
 ) -> Tensor:
     """`key_importance` by the CPU kernel, in fp32."""
-    last_q, group = q[:, :, -min(probe, q.shape[2]) :], 1 if per_query_head else q.shape[1] // k.shape[1]
-    first = k.shape[2] - last_q.shape[2]
-    weight, _ = _weights(last_q, k, first, 0, causal=causal, scale=scale, seen=seen, heads=group)
+    queries, group = q[:, :, -min(last_q, q.shape[2]) :], 1 if per_query_head else q.shape[1] // k.shape[1]
+    first = k.shape[2] - queries.shape[2]
+    weight, _ = _weights(queries, k, first, 0, causal=causal, scale=scale, seen=seen, heads=group)
     parts: Tensor = weight.unflatten(1, (-1, group)).flatten(2, 3)
     return parts
 

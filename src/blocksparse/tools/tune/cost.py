@@ -1,6 +1,6 @@
 """Units with their own choice, what candidates do there, and what they cost.
 
-Unit   `Unit` gets its own choice: a layer, or some KV heads of one. `Probe` is what a candidate does
+Unit   `Unit` gets its own choice: a layer, or some KV heads of one. `Evaluation` is what a candidate does
        there.
 Line   What candidates cost: times on the device, and a line of time over density for each candidate.
 """
@@ -62,7 +62,7 @@ Key = tuple[Unit, str]
 
 @final
 @frozen
-class Probe:
+class Evaluation:
     """One candidate on the q, k and v of one unit."""
 
     density: float
@@ -127,9 +127,15 @@ class Costs:
     minimise: str  # "time" or "density"
 
     @classmethod
-    def of(cls, probes: Mapping[Unit, Mapping[str, Probe]], times: Mapping[Key, float], minimise: str) -> Costs:
+    def of(
+        cls, evaluations: Mapping[Unit, Mapping[str, Evaluation]], times: Mapping[Key, float], minimise: str
+    ) -> Costs:
         """Of densities of all units and times of some, in which dense attention has the name "dense"."""
-        density = {(unit, name): probe.density for unit, some in probes.items() for name, probe in some.items()}
+        density = {
+            (unit, name): evaluation.density
+            for unit, some in evaluations.items()
+            for name, evaluation in some.items()
+        }
         names = {name for _, name in times if name != DENSE}
         return cls(
             density,

@@ -21,7 +21,7 @@ from blocksparse.tools.tune.choice import GuidedChoice, Losses, Option
 from blocksparse.tools.tune.cost import DENSE, Costs, Key
 from blocksparse.tools.tune.journal import Report
 from blocksparse.tools.tune.prompts import TunePrompt, by_length
-from blocksparse.tools.tune.sensitivity import PROBE
+from blocksparse.tools.tune.sensitivity import EVALUATION
 from blocksparse.tools.tune.session import POSITIONS, Session
 from blocksparse.tools.tune.verify import plan_that_fits
 
@@ -123,18 +123,20 @@ def tune(
     bench, units, work = session.bench, session.units, session.bench.work
     timed = session.timed_units()
     work.todo |= {
-        "comparing attention": PROBE * len(units) * len(by_name),
-        "timing": 3 * PROBE * len(timed) * (len(by_name) + 1),
+        "comparing attention": EVALUATION * len(units) * len(by_name),
+        "timing": 3 * EVALUATION * len(timed) * (len(by_name) + 1),
         "running the model": _RUNS * sum(map(bench.part_of_a_reading, units)) * len(prompts),
         "verifying": 2.0 * len(held) * (budget.tries + 1),
     }
     work.begins()
-    probes = bench.probes(prompts.index(session.longest), session.longest, dict.fromkeys(units, every))
-    costs = Costs.of(probes, bench.times(session.longest, dict.fromkeys(timed, every), batch), minimise)
-    errors = {(unit, name): probe.error for unit, some in probes.items() for name, probe in some.items()}
+    evaluations = bench.evaluations(prompts.index(session.longest), session.longest, dict.fromkeys(units, every))
+    costs = Costs.of(evaluations, bench.times(session.longest, dict.fromkeys(timed, every), batch), minimise)
+    errors = {
+        (unit, name): evaluation.error for unit, some in evaluations.items() for name, evaluation in some.items()
+    }
     choice = GuidedChoice(
         {unit: costs(unit, DENSE) for unit in units},
-        {(unit, name): costs(unit, name) for unit, name in errors if probes[unit][name].density < _MOST},
+        {(unit, name): costs(unit, name) for unit, name in errors if evaluations[unit][name].density < _MOST},
         errors,
         {name: candidate.preset for name, candidate in by_name.items()},
         partial(_losses, session, by_name),

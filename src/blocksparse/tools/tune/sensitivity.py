@@ -21,7 +21,7 @@ from blocksparse.presets.candidate import Candidate, TuneError
 from blocksparse.score.scorer import NoScorer
 from blocksparse.select.top_k import Threshold
 from blocksparse.spec import AttentionSpec
-from blocksparse.tools.tune.cost import DENSE, Probe, Unit, milliseconds
+from blocksparse.tools.tune.cost import DENSE, Evaluation, Unit, milliseconds
 from blocksparse.tools.tune.journal import Journal, Work
 from blocksparse.tools.tune.prompts import TunePrompt
 from blocksparse.tools.tune.reading import Call, Loss, Reading, on_attention
@@ -30,7 +30,7 @@ from blocksparse.tools.tune.reading import Call, Loss, Reading, on_attention
 EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Threshold(-1.0), AutoExecutor(dense_below=0))
 """Keeps every block, so what it loses is the noise of another kernel."""
 
-PROBE = 0.1  # of a dense reading, about; only the estimate of the time left rests on it
+EVALUATION = 0.1  # of a dense reading, about; only the estimate of the time left rests on it
 
 
 @final
@@ -93,9 +93,9 @@ class Bench:
         """Whether a run of the prompt may start from any layer without reading the prompt again."""
         return id(prompt) in self._read and bool(self._read[id(prompt)].outputs)
 
-    def probes(
+    def evaluations(
         self, number: int, prompt: TunePrompt, candidates: Mapping[Unit, Sequence[Candidate]]
-    ) -> dict[Unit, dict[str, Probe]]:
+    ) -> dict[Unit, dict[str, Evaluation]]:
         """Density and error of candidates on each unit's q, k and v of one dense reading of the prompt.
 
         Args:
@@ -103,7 +103,7 @@ class Bench:
         """
 
         def key(unit: Unit, candidate: Candidate) -> str:
-            return f"probe {number} {unit} {candidate}"
+            return f"evaluation {number} {unit} {candidate}"
 
         missing = {
             unit: [x for x in some if not self.journal.knows(key(unit, x))] for unit, some in candidates.items()
@@ -117,16 +117,17 @@ class Bench:
                 dense = dense_attention(*part, AttentionSpec(scale=call.scale))
                 for candidate in some:
                     trace = candidate.pipeline().trace(*part, scale=call.scale)
-                    probe = Probe(float(trace.density().mean()), _distance(trace.output.out, dense))
-                    self.journal.note(key(unit, candidate), asdict(probe))
-                    self.work.did("comparing attention", PROBE)
+                    evaluation = Evaluation(float(trace.density().mean()), _distance(trace.output.out, dense))
+                    self.journal.note(key(unit, candidate), asdict(evaluation))
+                    self.work.did("comparing attention", EVALUATION)
 
         known = sum(map(len, candidates.values())) - sum(map(len, missing.values()))
-        self.work.did("comparing attention", PROBE * known, now=False)
+        self.work.did("comparing attention", EVALUATION * known, now=False)
         if any(missing.values()):
             self._read_with(prompt, see)
         return {
-            unit: {str(x): Probe(**self.journal[key(unit, x)]) for x in some} for unit, some in candidates.items()
+            unit: {str(x): Evaluation(**self.journal[key(unit, x)]) for x in some}
+            for unit, some in candidates.items()
         }
 
     def times(
@@ -152,7 +153,7 @@ class Bench:
                 calls |= {str(x): partial(x.pipeline(), *part, scale=call.scale) for x in candidates[unit]}
                 for name in missing[unit]:
                     self.journal.note(key(unit, name), milliseconds(calls[name], call.q.device))
-                    self.work.did("timing", 3 * PROBE)
+                    self.work.did("timing", 3 * EVALUATION)
 
         if any(missing.values()):
             self._read_with(prompt, see)

@@ -14,10 +14,10 @@ from blocksparse.check.validators import positive
 from blocksparse.presets.candidate import Candidate
 from blocksparse.presets.plan import Plan
 from blocksparse.tools.tune.choice import Option
-from blocksparse.tools.tune.cost import DENSE, Costs, Probe, Unit
+from blocksparse.tools.tune.cost import DENSE, Costs, Evaluation, Unit
 from blocksparse.tools.tune.journal import Report
 from blocksparse.tools.tune.prompts import TunePrompt
-from blocksparse.tools.tune.sensitivity import PROBE
+from blocksparse.tools.tune.sensitivity import EVALUATION
 from blocksparse.tools.tune.session import POSITIONS, Session
 
 # The paper searches grids and prints none.
@@ -74,8 +74,8 @@ def sparge_search(
     )
     bench, units = session.bench, session.units
     bench.work.todo |= {
-        "comparing attention": PROBE * len(units) * len(prompts) * (len(GRID) + len(skips)),
-        "timing": 6 * PROBE * len(units),
+        "comparing attention": EVALUATION * len(units) * len(prompts) * (len(GRID) + len(skips)),
+        "timing": 6 * EVALUATION * len(units),
         "verifying": 4.0 * len(held),
     }
     bench.work.begins()
@@ -83,7 +83,7 @@ def sparge_search(
     by_name = {str(candidate): candidate for candidate in GRID}
     chosen: dict[Unit, str] = {}
     for unit in units:
-        below = [name for name, probe in first[unit].items() if probe.error < bounds.l1]
+        below = [name for name, evaluation in first[unit].items() if evaluation.error < bounds.l1]
         chosen[unit] = min(below, key=lambda name: first[unit][name].density, default=DENSE)
 
     bold = {
@@ -107,16 +107,16 @@ def sparge_search(
     return session.plan(taken, by_name, costs, tried, [tried], strategy="sparge", budget=(None, None))
 
 
-def _means(session: Session, candidates: Mapping[Unit, Sequence[Candidate]]) -> dict[Unit, dict[str, Probe]]:
+def _means(session: Session, candidates: Mapping[Unit, Sequence[Candidate]]) -> dict[Unit, dict[str, Evaluation]]:
     """Density and error of candidates, means over the prompts."""
     of_prompts = [
-        session.bench.probes(number, prompt, candidates) for number, prompt in enumerate(session.prompts)
+        session.bench.evaluations(number, prompt, candidates) for number, prompt in enumerate(session.prompts)
     ]
     return {
         unit: {
-            str(x): Probe(
-                statistics.fmean(probes[unit][str(x)].density for probes in of_prompts),
-                statistics.fmean(probes[unit][str(x)].error for probes in of_prompts),
+            str(x): Evaluation(
+                statistics.fmean(evaluations[unit][str(x)].density for evaluations in of_prompts),
+                statistics.fmean(evaluations[unit][str(x)].error for evaluations in of_prompts),
             )
             for x in some
         }
