@@ -45,6 +45,20 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
         return bs.BlockScores(values.to(q.device), grid)
 
 
+class ByReference(bs.Executor[Any, Any]):
+    """The reference by another name: it runs everything, keeps each mask that it got, and may be spoilt."""
+
+    def __init__(self) -> None:
+        self.masks: list[bs.BlockMask] = []
+
+    def unsupported(self, *given: Any, **more: Any) -> list[str]:
+        return []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *rest: Any, **more: Any) -> bs.AttentionOutput:
+        self.masks.append(mask)
+        return bs.ReferenceExecutor()(q, k, v, mask, *rest, **more)
+
+
 def exported(role: type, but: tuple[type, ...] = ()) -> list[type]:
     """Stages of a role that the package exports, except those that are `but` as well."""
     found = [x for x in map(vars(bs).get, bs.__all__) if inspect.isclass(x) and not inspect.isabstract(x)]

@@ -24,6 +24,7 @@ from blocksparse.testing import (
 from blocksparse.testing.inputs import error_of_logits
 from tests import stages
 from tests.machine import needs_hopper
+from tests.stages import ByReference
 
 IN_ORDER = bs.GlobalPermutation()
 SHORT = ((40, 40), (200, 77))
@@ -256,29 +257,15 @@ def test_broken_selectors(spoil: Callable[[Tensor, bs.BlockScores], Tensor], sen
     assert "\n" not in str(found.value)
 
 
-class Attends(bs.Executor[bs.Permutation, bs.BlockMask]):
+class Attends(ByReference):
     """The reference, with one thing wrong."""
 
     def __init__(self, spoil: Callable[[Any, Tensor, Tensor, bs.BlockMask], Any]) -> None:
+        super().__init__()
         self.spoil = spoil
 
-    def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
-        return []
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: bs.BlockMask,
-        spec: bs.AttentionSpec,
-        out: Tensor | None = None,
-    ) -> bs.AttentionOutput:
-        right = bs.ReferenceExecutor()(q, k, v, mask, spec, out)
-        spoilt: bs.AttentionOutput = self.spoil(right, q, k, mask)
-        return spoilt
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *rest: Any, **more: Any) -> Any:
+        return self.spoil(super().__call__(q, k, v, mask, *rest, **more), q, k, mask)
 
 
 class NeverRuns(Attends):

@@ -20,6 +20,7 @@ from tests import stages
 from tests.drawn import laid_out
 from tests.machine import GPU, needs_gpu
 from tests.on_kernels import pretend_gpu
+from tests.stages import ByReference
 
 SCORERS: tuple[bs.Scorer[Any, Any], ...] = (
     bs.MeanPoolScorer(16),
@@ -265,15 +266,7 @@ def test_only_new_keys_are_pooled(device: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_dense_call_leaves_it_as_it_is(device: str) -> None:
-    from attrs import frozen
-
-    @frozen(eq=False)
-    class Dense(bs.Executor[bs.Permutation, bs.BlockMask]):
-        def unsupported(
-            self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-        ) -> list[str]:
-            return []
-
+    class Dense(ByReference):
         def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str | None:
             return "short"
 

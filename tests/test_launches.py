@@ -24,6 +24,7 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU, needs_gpu
+from tests.stages import ByReference
 
 each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 PLAIN: AnyPipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
@@ -296,28 +297,16 @@ class _Watched(bs.Scorer[bs.GlobalPermutation, bs.BlockScores]):
         return scores
 
 
-@frozen(eq=False)
-class _Late(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
-    """Runs the reference, and asserts that the scores are gone."""
+class _Late(ByReference):
+    """Asserts that the scores are gone."""
 
-    scorer: _Watched
+    def __init__(self, scorer: _Watched) -> None:
+        super().__init__()
+        self.scorer = scorer
 
-    def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
-        return []
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: bs.BlockMask,
-        spec: bs.AttentionSpec,
-        out: Tensor | None = None,
-    ) -> bs.AttentionOutput:
+    def __call__(self, *given: Any, **more: Any) -> bs.AttentionOutput:
         assert [given() for given in self.scorer.given] == [None]
-        return bs.ReferenceExecutor()(q, k, v, mask, spec, out)
+        return super().__call__(*given, **more)
 
 
 def test_nobody_holds_the_scores_while_an_executor_runs() -> None:

@@ -22,6 +22,7 @@ from tests import drawn
 from tests.drawn import Case, cases
 from tests.meaning import same
 from tests.specs import asked
+from tests.stages import ByReference
 from tests.test_generated_laws import assert_same_call, law
 
 # A grid order is made for one number of tokens.
@@ -168,19 +169,11 @@ def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
     assert _attend_each(*given).transpose(1, 2).is_contiguous() == tokens_first
 
 
-class _DenseForShort(bs.Executor[Any, Any]):
+class _DenseForShort(ByReference):
     """What `AutoExecutor` does on a GPU."""
-
-    def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
-        return []
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str | None:
         return "few keys" if k.shape[2] < 60 else None
-
-    def __call__(self, *args: Any, **more: Any) -> bs.AttentionOutput:
-        return bs.ReferenceExecutor()(*args, **more)
 
 
 def test_each_prompt_has_the_executor_that_it_has_alone(device: str) -> None:

@@ -173,23 +173,10 @@ class GivesScores(bs.Selector[bs.BlockScores, bs.BlockMask]):
         return scores
 
 
-class GivesATensor(bs.Executor[bs.Permutation, bs.BlockMask]):
+class GivesATensor(stages.ByReference):
     """An executor without an output."""
 
-    def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
-        return []
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: bs.BlockMask,
-        spec: bs.AttentionSpec,
-        out: Tensor | None = None,
-    ) -> Any:
+    def __call__(self, q: Tensor, *given: Any, **more: Any) -> Any:
         return q
 
 

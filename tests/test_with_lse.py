@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import attrs
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.testing import make_qkv
 from tests.machine import needs_gpu
+from tests.stages import ByReference
 
 PIPELINE = bs.pbs_attn(0.8, block=16, S=32)
 
@@ -40,30 +42,18 @@ def test_halves_of_the_keys_merge() -> None:
     torch.testing.assert_close(lse.logsumexp(0), whole.lse)
 
 
-@attrs.frozen(eq=False)
-class Wrapped(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
+class Wrapped(ByReference):
     """`CpuExecutor`, but it would have a plain call attend densely, and may leave out the lse."""
 
-    lse: bool
-
-    def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
-        return []
+    def __init__(self, lse: bool) -> None:
+        super().__init__()
+        self.lse = lse
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str | None:
         return "it always is"
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: bs.BlockMask,
-        spec: bs.AttentionSpec,
-        out: Tensor | None = None,
-    ) -> bs.AttentionOutput:
-        output = bs.CpuExecutor()(q, k, v, mask, spec, out)
+    def __call__(self, *given: Any, **more: Any) -> bs.AttentionOutput:
+        output = bs.CpuExecutor()(*given, **more)
         return output if self.lse else dataclasses.replace(output, lse=None)
 
 

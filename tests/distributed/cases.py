@@ -100,26 +100,14 @@ class Dense(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
 
     least: int
 
-    def unsupported(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
+    def unsupported(self, *given: Any) -> list[str]:
         return []
 
-    def dense_because(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: bs.AttentionSpec
-    ) -> str | None:
+    def dense_because(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Any) -> str | None:
         return "there is little work" if q.shape[1] * q.shape[2] * k.shape[2] < self.least else None
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: bs.BlockMask,
-        spec: bs.AttentionSpec,
-        out: torch.Tensor | None = None,
-    ) -> bs.AttentionOutput:
-        return bs.CpuExecutor()(q, k, v, mask, spec, out)
+    def __call__(self, *given: Any, **more: Any) -> bs.AttentionOutput:
+        return bs.CpuExecutor()(*given, **more)
 
 
 def decided_as_a_whole(mesh: DeviceMesh) -> None:

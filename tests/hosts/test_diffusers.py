@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve
 from torch import Tensor
 
 pytest.importorskip("diffusers")
@@ -26,17 +26,15 @@ import diffusers
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from tests.hosts.diffusion_models import CASES, LARGE, SMALL, TEXT, Case, at, given, positions
 from tests.hosts.diffusion_pipelines import PIPELINES
+from tests.stages import ByReference
 
 from blocksparse import (
-    AttentionOutput,
     AutoExecutor,
     BlockMask,
     Everything,
-    Executor,
     Frames,
     GatherExecutor,
     GivenOrder,
-    GlobalPermutation,
     HeadGroups,
     HilbertOrder,
     Identity,
@@ -55,7 +53,6 @@ from blocksparse.hosts.diffusers import FAMILIES, DensityRecorder, Family, Token
 from blocksparse.hosts.diffusers.steps import StepCounter
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline
-from blocksparse.spec import AttentionSpec
 
 each_model = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 JOINT = [name for name in CASES if name not in ("wan", "ltx")]  # text in the same sequence
@@ -72,27 +69,11 @@ def _warnings_of_diffusers() -> Any:
         yield
 
 
-@frozen(eq=False)
-class Watched(Executor[GlobalPermutation, BlockMask]):
-    """The reference, which keeps every mask that it got."""
-
-    masks: list[BlockMask] = field(factory=list)
-
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
-        return []
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
-    ) -> AttentionOutput:
-        self.masks.append(mask)
-        return ReferenceExecutor()(q, k, v, mask, spec, out)
-
-
 DENSE_LIMIT: AnyPipeline = Pipeline(HilbertOrder(), MeanPoolScorer(16), Everything(), ReferenceExecutor())
 SPARSE: AnyPipeline = Pipeline(HilbertOrder(), MeanPoolScorer(16), TopK(1), ReferenceExecutor())
 
 
-def watched(executor: Watched, order: Any = None) -> AnyPipeline:
+def watched(executor: ByReference, order: Any = None) -> AnyPipeline:
     return Pipeline(order or HilbertOrder(), MeanPoolScorer(16), TopK(1), executor)
 
 
@@ -132,7 +113,7 @@ def test_dense_limit_sparsity_and_restoring(case: Case, grid: tuple[int, int, in
 def test_the_order_is_that_of_the_models_own_grid(case: Case) -> None:
     for grid in (SMALL, LARGE):
         T, H, W = grid
-        executor, inputs = Watched(), given(case, grid)
+        executor, inputs = ByReference(), given(case, grid)
         with attached(model := made(case), watched(executor)):
             run(model, inputs)
         cells = HilbertOrder((1, H, T * W) if case.image else grid).cells("cpu")
@@ -144,7 +125,7 @@ def test_the_order_is_that_of_the_models_own_grid(case: Case) -> None:
 
 @each_model
 def test_the_recorder_tells_the_density_of_what_ran(case: Case) -> None:
-    executor, recorder, model = Watched(), DensityRecorder(), made(case)
+    executor, recorder, model = ByReference(), DensityRecorder(), made(case)
     with attached(model, watched(executor), recorder=recorder):
         run(model, given(case, SMALL))
     ran = torch.cat([mask.density() for mask in executor.masks])
@@ -168,7 +149,7 @@ def test_the_recorder_tells_what_ran_densely(every: int | None) -> None:
 @pytest.mark.parametrize("name", JOINT)
 def test_text_sees_everything_and_is_seen_by_all(name: str) -> None:
     """Its rows of the first attention are those of dense attention, and its columns are kept in every row."""
-    case, outputs, executor = CASES[name], [], Watched()
+    case, outputs, executor = CASES[name], [], ByReference()
     model, inputs = made(case), given(case, SMALL)
     block: Any = next(part for part in model.children() if isinstance(part, torch.nn.ModuleList))[0]
     attention = getattr(block, "attn1", None) or block.attn
@@ -256,7 +237,7 @@ def test_an_order_with_a_grid_of_its_own_must_fit() -> None:
     fits = GivenOrder(SMALL, HilbertOrder(SMALL).cells("cpu"))
     with attached(model):
         expected = run(model, given(CASES["wan"], SMALL))
-    with attached(model, watched(Watched(), fits)):
+    with attached(model, watched(ByReference(), fits)):
         assert torch.equal(run(model, given(CASES["wan"], SMALL)), expected)
         with pytest.raises(
             ValueError, match=r"made for the grid \(3, 4, 6\), and the tokens .* \(2, 7, 5\). Leave"
@@ -264,7 +245,7 @@ def test_an_order_with_a_grid_of_its_own_must_fit() -> None:
             run(model, given(CASES["wan"], LARGE))
     for order in (HilbertOrder(SMALL, prefix=7), HilbertOrder(SMALL, suffix=7)):
         with pytest.raises(ValueError, match="the model says where its text stands, so leave out"):
-            attached(model, watched(Watched(), order))
+            attached(model, watched(ByReference(), order))
 
 
 def test_layers() -> None:
@@ -374,7 +355,7 @@ def test_choices_last() -> None:
         made(CASES["wan"]),
         given(CASES["wan"], SMALL),
         DensityRecorder(),
-        Watched(),
+        ByReference(),
     )
     other, ages = given(CASES["wan"], SMALL), []
     with attached(model, watched(executor), dense_steps=(0,), choose_every=3, recorder=recorder):
@@ -394,7 +375,7 @@ def test_choices_last() -> None:
 
 def test_choices_of_halves_stay_apart_where_a_cache_skips_blocks() -> None:
     """The cache takes the second block of one half from the step before; the other half runs it."""
-    model, executor = made(CASES["wan"]), Watched()
+    model, executor = made(CASES["wan"]), ByReference()
     model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.05))
     halves = {name: given(CASES["wan"], SMALL) for name in ("cond", "uncond")}
     masks: list[list[BlockMask]] = []
@@ -447,7 +428,7 @@ def test_budgets_by_step() -> None:
 
 def test_rules_on_cells_take_the_grid_from_the_model() -> None:
     """Inside of unions too."""
-    model, inputs, executor = made(CASES["wan"]), given(CASES["wan"], SMALL), Watched()
+    model, inputs, executor = made(CASES["wan"]), given(CASES["wan"], SMALL), ByReference()
     for selector in (Frames(first=0, period=3), TopK(1) | Frames(first=0, period=3)):
         pipeline: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(8), selector, executor)
         executor.masks.clear()
@@ -527,7 +508,7 @@ def test_a_pipeline_end_to_end(name: str, options: dict[str, Any], calls: int) -
 
 def test_several_pictures() -> None:
     """Reference pictures of an editing model follow the picture; each gets an order of its own."""
-    executor = Watched()
+    executor = ByReference()
     qwen, inputs = made(CASES["qwen_image"]), given(CASES["qwen_image"], SMALL)  # 4 x 18
     inputs |= {"hidden_states": torch.randn(1, 72 + 15, 4), "img_shapes": [[(1, 4, 18), (1, 3, 5)]]}
     expected = run(qwen, inputs)

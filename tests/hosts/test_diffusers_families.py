@@ -17,7 +17,8 @@ pytest.importorskip("diffusers")
 import diffusers
 from tests.hosts.diffusion_families import MORE
 from tests.hosts.diffusion_models import CASES, LARGE, SMALL, Case, given
-from tests.hosts.test_diffusers import DENSE_LIMIT, Watched, attached, made, watched
+from tests.hosts.test_diffusers import DENSE_LIMIT, attached, made, watched
+from tests.stages import ByReference
 
 from blocksparse import HilbertOrder
 from blocksparse.hosts.diffusers import DENSE_BY_CHOICE, FAMILIES, UNKNOWN, DensityRecorder
@@ -112,7 +113,7 @@ def test_each_model_is_told_a_prompt(case: Case) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_pictures_have_their_order_and_all_else_is_kept(name: str) -> None:
     """Text, sound and frames that are given see everything, and are seen by all."""
-    case, executor = MORE[name], Watched()
+    case, executor = MORE[name], ByReference()
     model, (T, H, W) = without_zeros(case), SMALL
     with attached(model, watched(executor)):
         outputs(model, given(case, SMALL))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import field, frozen
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -15,6 +14,7 @@ pytest.importorskip("diffusers")
 
 import transformers
 from tests.hosts.diffusion_models import CASES, SMALL, at, given
+from tests.stages import ByReference
 
 import blocksparse as bs
 from blocksparse.hosts import diffusers as diffusion
@@ -23,27 +23,8 @@ from blocksparse.observe import Audit
 from blocksparse.observe.density_recorder import DensityRecorder
 
 
-@frozen(eq=False)
-class Watched(bs.Executor[bs.Permutation, bs.BlockMask]):
-    """The reference, which keeps every mask that it got."""
-
-    masks: list[bs.BlockMask] = field(factory=list)
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: bs.BlockMask,
-        spec: bs.AttentionSpec,
-        out: Tensor | None = None,
-    ) -> bs.AttentionOutput:
-        self.masks.append(mask)
-        return bs.ReferenceExecutor()(q, k, v, mask, spec, out)
-
-
-def watching(block: int = 16) -> tuple[Watched, bs.Pipeline[Any, Any, Any]]:
-    executor = Watched()
+def watching(block: int = 16) -> tuple[ByReference, bs.Pipeline[Any, Any, Any]]:
+    executor = ByReference()
     return executor, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(block), bs.TopK(2), executor)
 
 

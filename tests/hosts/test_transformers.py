@@ -25,8 +25,9 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from attrs import evolve, frozen
+from attrs import evolve
 from tests.specs import asked
+from tests.stages import ByReference
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -35,10 +36,8 @@ from blocksparse import (
     AttentionOutput,
     BlockMask,
     Everything,
-    Executor,
     Identity,
     MeanPoolScorer,
-    Permutation,
     Pipeline,
     ReferenceExecutor,
     SegmentKeySort,
@@ -697,15 +696,11 @@ def test_head_groups_attend_in_every_layer(recorded: bool) -> None:
     torch.testing.assert_close(recorder.density(), by_layer.expand(LAYERS, HEADS))
 
 
-@frozen(eq=False)
-class _FirstBlockOnly(Executor[Permutation, BlockMask]):
+class _FirstBlockOnly(ByReference):
     """Stops after the first block of each row."""
 
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
-        return []
-
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, *_: Any
     ) -> AttentionOutput:
         visited = BlockMask(mask.keep & (torch.arange(mask.grid.cols) == 0), mask.grid)
         return replace(ReferenceExecutor()(q, k, v, visited, asked(visited, spec.scale)), visit=visited)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from attrs import field, frozen
 from tests.hosts.test_transformers import LAYERS, make, tokens
+from tests.stages import ByReference
 from transformers import DynamicCache, GenerationMixin
 
 import blocksparse as bs
@@ -21,28 +21,8 @@ from blocksparse.hosts.transformers import attach
 N, BLOCK = 400, 16
 
 
-@frozen(eq=False)
-class Kept(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
-    """Attends by the reference, and notes the mask of every call."""
-
-    masks: list[bs.BlockMask] = field(factory=list)
-
-    def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
-        return []
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: bs.BlockMask,
-        spec: bs.AttentionSpec,
-        out: Tensor | None = None,
-    ) -> bs.AttentionOutput:
-        self.masks.append(mask)
-        return bs.ReferenceExecutor()(q, k, v, mask, spec, out)
+class Kept(ByReference):
+    """Notes the mask of every call."""
 
     def rows(self, blocks: int) -> Tensor:
         """What the layers kept, `[layers, B, H, blocks, blocks]`, each row once; the masks are forgotten."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import transformers
-from attrs import evolve, frozen
+from attrs import evolve
 from tests.hosts.small_models import small_model
 from tests.hosts.test_transformers import (
     DENSE_LIMIT,
@@ -29,17 +29,13 @@ from tests.hosts.test_transformers import (
     make,
     tokens,
 )
+from tests.stages import ByReference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse import (
-    AttentionOutput,
     AutoExecutor,
-    BlockMask,
-    Executor,
     FlashAttention4Executor,
     HeadGroups,
-    Permutation,
-    ReferenceExecutor,
 )
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.spec import AttentionSpec
@@ -228,20 +224,11 @@ def test_what_an_executor_cannot_run_is_dense() -> None:
                 assert "q (" not in reason  # no shapes: a reason for each length would be many
 
 
-@frozen(eq=False)
-class _DenseBelow(Executor[Permutation, BlockMask]):
+class _DenseBelow(ByReference):
     """What `AutoExecutor` does on a GPU."""
-
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> list[str]:
-        return []
 
     def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
         return "little work" if k.shape[2] < 50 else None
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
-    ) -> AttentionOutput:
-        return ReferenceExecutor()(q, k, v, mask, spec, out)
 
 
 def test_dense_attention_by_an_executor_is_recorded_as_that() -> None:
