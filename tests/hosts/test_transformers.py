@@ -25,7 +25,6 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from attrs import evolve
 from tests.specs import asked
 from tests.stages import ByReference
 from transformers import AttentionInterface, DynamicCache, StaticCache
@@ -194,19 +193,6 @@ def test_chunks_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all_sparse(recorder, calls=3)
 
 
-def test_prefill_of_a_static_cache_is_sparse() -> None:
-    recorder = DensityRecorder()
-    ids = tokens(70)
-
-    def run(model: Any) -> Tensor:
-        cache = StaticCache(config=model.config, max_cache_len=200)
-        logits: Tensor = model(ids, past_key_values=cache, use_cache=True).logits
-        return logits
-
-    assert_same_logits(make("llama"), run, recorder)
-    assert all_sparse(recorder)
-
-
 def test_density_below_one_changes_the_output() -> None:
     model, recorder = make("llama"), DensityRecorder()
     ids = tokens(128)
@@ -261,19 +247,6 @@ def test_generate_gives_the_same_tokens(name: str, how: dict[str, Any]) -> None:
         assert all(reasons == Counter(decode=5) for reasons in recorder.dense_calls().values())
 
 
-def test_generate_from_left_padded_prompts() -> None:
-    model, ids = make("llama"), tokens(80, batch=2)
-    mask = torch.ones_like(ids)
-    mask[0, :17] = 0
-    expected = generate(model, ids, attention_mask=mask)
-    recorder = DensityRecorder()
-    with attached(model, recorder):
-        actual = generate(model, ids, attention_mask=mask)
-    assert torch.equal(actual, expected)
-    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 2)  # one for each prompt
-    assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
-
-
 # ---- every preset
 
 
@@ -284,25 +257,6 @@ def small(preset: Callable[..., AnyPipeline]) -> AnyPipeline:
     """The preset in blocks of 64 where it has a size to choose, on the executor that runs everything."""
     sizes = {"block": 64} if "block" in inspect.signature(preset).parameters else {}
     return preset(**sizes, executor=ReferenceExecutor())
-
-
-@pytest.mark.slow
-@each_preset
-@pytest.mark.parametrize("name", SPARSE_MODELS)
-@pytest.mark.parametrize("sizes", [(150,), (37, 64, 49)], ids=["whole", "chunks"])
-def test_every_preset_that_keeps_everything_is_dense(
-    name: str, sizes: tuple[int, ...], preset: Callable[..., AnyPipeline]
-) -> None:
-    """In whatever order the preset puts the tokens, and however long its blocks are."""
-    recorder, ids = DensityRecorder(), tokens(150, batch=2)
-
-    def run(model: Any) -> Tensor:
-        cache = DynamicCache(config=model.config)
-        chunks = ids.split(sizes, dim=1)
-        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1)
-
-    assert_same_logits(make(name), run, recorder, evolve(small(preset), selector=Everything()))
-    assert all_sparse(recorder, calls=len(sizes))
 
 
 @each_preset
@@ -342,18 +296,6 @@ def test_every_preset_generates(preset: Callable[..., AnyPipeline]) -> None:
 
 
 # ---- everything else is dense and exact
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-@pytest.mark.parametrize("length", [40, 100])
-def test_padding_of_models_with_softcap_or_sinks(name: str, length: int) -> None:
-    recorder = DensityRecorder()
-    ids = tokens(length, batch=2)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
-    seen = mask.bool().unsqueeze(-1)
-    assert_same_logits(make(name), lambda m: m(ids, attention_mask=mask).logits.where(seen, 0.0), recorder)
-    assert all_sparse(recorder, calls=2)  # one for each prompt
 
 
 @pytest.mark.parametrize("boolean", [False, True], ids=["added", "bool"])
@@ -433,16 +375,6 @@ def test_short_chunks_are_dense_and_aligned_to_the_last_key(static: bool) -> Non
         torch.testing.assert_close(run(), expected, atol=2e-4, rtol=1e-4)
     assert recorder.sparse_calls() == {0: 1, 1: 1}
     assert recorder.dense_calls()[0] == Counter({"fewer than min_queries": 2})
-
-
-def test_calls_with_gradients_are_dense() -> None:
-    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
-    with torch.enable_grad():
-        expected = torch.autograd.grad(model(ids).logits.square().mean(), model.lm_head.weight)[0]
-        with attached(model, recorder):
-            actual = torch.autograd.grad(model(ids).logits.square().mean(), model.lm_head.weight)[0]
-    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
-    assert all_dense(recorder, "gradients")
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
@@ -721,26 +653,6 @@ def test_head_groups_are_of_the_heads_of_the_model() -> None:
         pytest.raises(ValueError, match="must name each of the 2 KV heads; missing: 1"),
     ):
         model(tokens(128))
-
-
-def test_two_models_keep_their_own_pipelines() -> None:
-    one, two, ids = make("llama"), make("llama"), tokens(128)
-    seen_one, seen_two = DensityRecorder(), DensityRecorder()
-    expected = one(ids).logits
-    with attached(one, seen_one, DENSE_LIMIT), attached(two, seen_two, SPARSE):
-        torch.testing.assert_close(one(ids).logits, expected, atol=2e-4, rtol=1e-4)
-        two(ids)
-    assert float(seen_one.density().min()) > 0.99
-    assert float(seen_two.density().max()) < 0.5
-
-
-def test_without_a_recorder_the_pipeline_is_only_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = make("llama"), tokens(128)
-    with attached(model, DensityRecorder(), SPARSE):
-        expected = model(ids).logits
-    monkeypatch.setattr(DensityRecorder, "saw_sparse", lambda *_: pytest.fail("nothing to record"))
-    with attach(model, SPARSE, min_tokens=1):
-        assert torch.equal(model(ids).logits, expected)
 
 
 def test_a_recorder_reads_as_a_table_and_forgets() -> None:

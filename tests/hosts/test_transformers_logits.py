@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -260,12 +259,3 @@ def test_compiled_models_are_dense_there(name: str) -> None:
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     assert recorder.sparse_calls() == {}
     torch.compiler.reset()
-
-
-@each_model
-def test_decoding_is_the_model_s_own(name: str) -> None:
-    recorder, ids = DensityRecorder(), tokens(60)
-    with attached(model := with_sinks(name), recorder):
-        model.generate(ids, max_new_tokens=4, do_sample=False)
-    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
-    assert recorder.dense_calls() == {layer: Counter(decode=3) for layer in range(LAYERS)}

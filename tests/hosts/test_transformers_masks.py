@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from tests.hosts.small_models import small_model
-from tests.hosts.test_transformers import DENSE_LIMIT, SIZES, VOCABULARY, WINDOW, all_dense, attached, make, tokens
+from tests.hosts.test_transformers import DENSE_LIMIT, SIZES, VOCABULARY, WINDOW, attached, tokens
 from tests.hosts.test_transformers_models import LAYERS_OF, SEQ2SEQ, assert_same, random_model
 
 from blocksparse.hosts.transformers import DensityRecorder, attach
@@ -281,11 +281,3 @@ def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
     with attach(model, Schedule(DENSE_LIMIT), min_tokens=16, recorder=recorder):
         assert_same(model(ids).logits, expected)
     assert recorder.sparse_calls() == {-1: 2}
-
-
-def test_a_mask_of_the_caller_is_the_reason_in_windows_too() -> None:
-    model, ids, recorder = make("gemma3"), tokens(2 * WINDOW), DensityRecorder()
-    seen = torch.rand(1, 1, 2 * WINDOW, 2 * WINDOW).lt(0.7).tril() | torch.eye(2 * WINDOW).bool()
-    with attached(model, recorder):
-        model(ids, attention_mask=seen)
-    assert all_dense(recorder, "mask")
