@@ -116,30 +116,6 @@ def test_wrong_8_bits_are_not_timed(monkeypatch: pytest.MonkeyPatch, device: str
     assert all("head" in why for why in failed)
 
 
-def test_8_bits_have_a_table() -> None:
-    names = {
-        OURS: 4.0,
-        f"{OURS} call": 4.2,
-        "fp8 call": 3.0,
-        "fp8 kernel": 2.0,
-        "fp8 rounding": 1.0,
-        "bf16 call": 3.5,
-    }
-    figures = {name: {"ms": ms} for name, ms in names.items()} | {"bf16 kernel": {"why": "not today"}}
-    common: Row = {"D": 128, "tflop": 1.2, "l1": {"fp8": 0.031, "bf16": 0.011}, "figures": figures}
-    results = through_json(
-        eight_bit=[
-            {"N": 32768, "density": 0.1, **common},
-            {"N": 32768, "density": 1.0, **common},
-            {"N": 131072, "D": 128, "why": "no room"},
-        ]
-    )
-    text = markdown(results)
-    assert "| 32K | 0.100 | fp8 | 300 | 286 | 600 | 400 | 2.00 | 1.40 | 1.00 | 0.0310 |" in text
-    assert "| 32K | 1.000 | bf16 | 300 | 286 | - | 343 | - | 1.20 | - | 0.0110 |" in text
-    assert "no room" in text
-
-
 def test_calls_in_whole_blocks_are_measured_beside_cudnn(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Who cannot run says why, and what is wrong is not timed."""
 

@@ -168,10 +168,7 @@ IN_A_PLAN = Candidate("sparge", {"share": 0.1}, band=128, last=64)
         (" pbs_attn( 0.95 , block = 64 ) ", pbs_attn(0.95, block=64)),
         ("pbs_attn([0.5, 0.9], as_released=True)", pbs_attn([0.5, 0.9], as_released=True)),
         ("mean_pooling(0.97) | Band(128) | Sink", mean_pooling(0.97) | (Band(128) | Sink())),
-        (
-            str(Candidate("sparge", {"share": 0.1}, band=128, last=64)),
-            Candidate("sparge", {"share": 0.1}, band=128, last=64).pipeline(),
-        ),
+        (str(IN_A_PLAN), IN_A_PLAN.pipeline()),
         *((name, preset()) for name, preset in every_preset.items()),
     ],
 )

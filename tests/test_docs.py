@@ -271,13 +271,6 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
     assert rewritten(text, page) == text
 
 
-@each("path", [*PAGES, *sorted((ROOT / "docs" / "evidence" / "results").glob("*.json"))], path_of)
-def test_decimals_have_their_zero(path: Path) -> None:
-    """0.89, not .89."""
-    text = FENCE.sub("", path.read_text(encoding="utf-8"))
-    assert not re.findall(r"(?<![\w./\]=-])\.\d+", text)
-
-
 def test_every_table_of_speed_is_explained() -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.report import TABLES

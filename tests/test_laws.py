@@ -233,14 +233,6 @@ def test_every_stage_has_an_example() -> None:
     assert presets == named, "add the preset to blocksparse.testing.every_preset or video_presets"
 
 
-def test_every_selector_is_in_turn_with_each_stage() -> None:
-    met = {(id(stage), id(s)) for front in stages.fronts() for s in selectors_in_turn(front) for stage in front}
-    all_pairs = {
-        (id(stage), id(s)) for front in stages.fronts() for s in stages.selectors_for(front[1]) for stage in front
-    }
-    assert met == all_pairs
-
-
 @any_direction
 @each_front
 def test_every_composition_means_what_it_says(front: Front, causal: bool) -> None:

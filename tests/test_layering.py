@@ -152,11 +152,6 @@ def test_private_names_stay_at_home() -> None:
     assert not taken
 
 
-def test_folders_can_be_read_at_a_glance() -> None:
-    for folder in (SOURCE, *(x for x in SOURCE.rglob("*") if x.is_dir() and x.name != "__pycache__")):
-        assert len(list(folder.glob("*.py"))) <= 20, folder
-
-
 JIT = {"jit", "constexpr_function"}
 
 
@@ -241,20 +236,3 @@ def test_import_needs_no_triton_and_no_host() -> None:
 @pytest.mark.slow
 def test_without_triton_the_executor_says_so() -> None:
     assert "triton is not installed" in without_triton()[1]
-
-
-def parameters(path: Path) -> Iterator[tuple[str, int]]:
-    """Every function outside of jitted code, and how many parameters it takes."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(x) for x in node.decorator_list):
-            given = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            yield node.name, len([name for name in given if name not in ("self", "cls")])
-
-
-def test_no_function_takes_more_than_one_can_hold_in_the_head() -> None:
-    """A preset may: it lists the options of its paper, by name."""
-    sources = [path for path in SOURCE.rglob("*.py") if path.parent.name != "presets"]
-    many = {(name, count) for path in sources for name, count in parameters(path) if count > 12}
-    # Of Triton's own kinds: a class of constants that a kernel is compiled for, and functions of them. And the
-    # call of a pipeline, which names what it takes, as attention functions do.
-    assert {each for each in many if each[0] != "__init__"} == {("__call__", 13)}

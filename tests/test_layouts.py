@@ -15,7 +15,6 @@ from tests.layouts import LAYOUTS
 from tests.on_kernels import pretend_gpu, small_preset
 from tests.specs import asked
 
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 # One for each way in which a kernel may take a wrong step: along a row, from row to row, from head to head.
 THREE = ("head dim not innermost", "every second token", "one head expanded")
 each_executor = pytest.mark.parametrize(

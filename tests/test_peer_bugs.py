@@ -1,12 +1,7 @@
-"""The twenty things that the papers' released codes got wrong, and where each is held here.
-
-Those without a better home are tested below.
-"""
+"""Things that the papers' released codes got wrong, where no stage's own test holds them."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,49 +10,7 @@ import torch
 import blocksparse as bs
 from blocksparse.testing import every_preset, make_qkv
 
-HERE = Path(__file__).parent
 PRESETS = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
-
-WHERE = {
-    "threshold 1 keeps all and empties no row": "test_laws.py::test_selectors_reach_the_dense_limit",
-    "thresholds next to 1": "test_stages.py::test_top_cdf_boundary",
-    "a row with nothing eligible has no NaN": (
-        "papers/test_sparge.py::test_a_row_without_a_similar_key_block_has_no_nan"
-    ),
-    "crossing block kept or dropped": "test_stages.py::test_top_cdf_boundary",
-    "forced blocks counted or not": (
-        "papers/test_xattention.py::test_forced_blocks_are_counted_by_xattention_and_not_by_a_union"
-    ),
-    "causality by perturbation": "test_laws.py::test_causality_by_perturbation",
-    "causality by perturbation in 8 bits": "kernels/attention/test_quantized.py::test_later_tokens_change_no_bit",
-    "chunked equals unchunked": "test_laws.py::test_chunked_equals_unchunked",
-    "a chunk keeps every query's own key": "papers/test_bfla.py::test_band_covers_the_whole_query_block",
-    "padding changes no real block": "test_laws.py::test_padding_and_tail_never_change_a_real_block",
-    "aligned lengths and one token either side": "test_laws.py::test_presets_at_awkward_lengths",
-    "ties": "test_laws.py::test_ties_and_repeats_choose_alike",
-    "reduction over a group": "test_peer_bugs.py::test_reduction_over_a_group",
-    "rescue hashes": "papers/test_bfla.py::test_hash_is_uniform_along_every_axis",
-    "stride rescue": "papers/test_bfla.py::test_stride_keeps_one_of_eta",
-    "early stop and a constant on all logits": "papers/test_s2o.py::test_a_constant_on_all_logits_changes_nothing",
-    "early stop and a rising maximum": "papers/test_s2o.py::test_a_rising_maximum_is_no_reason_to_stop",
-    "PV skip off is exact": "kernels/attention/test_sparse_attention.py::test_pv_skip_off_is_exact",
-    "PV skip and its denominator": (
-        "kernels/attention/test_sparse_attention.py::test_pv_skip_leaves_out_what_the_rule_says"
-    ),
-    "a row with nothing kept": "test_laws.py::test_a_row_with_nothing_kept",
-    "streams, graphs, no state between calls": "test_peer_bugs.py::test_calls_leave_nothing_behind",
-    "nothing is accepted and ignored": "test_inputs.py::test_arguments",
-    "density": "test_peer_bugs.py::test_density_is_the_same_count_everywhere",
-    "kernels run with the warps they ask for": "kernels/compile_ahead.py::broken_rules",
-    "scores in low precision": "test_peer_bugs.py::test_low_precision_covers_the_same_mass",
-    "a diagonal at every offset": "papers/test_flex_prefill.py::test_a_diagonal_at_every_offset_is_covered",
-}
-
-
-@pytest.mark.parametrize(("bug", "where"), WHERE.items(), ids=WHERE)
-def test_each_is_held_somewhere(bug: str, where: str) -> None:
-    file, name = where.split("::")
-    assert re.search(rf"^def {name}\(", (HERE / file).read_text(encoding="utf-8"), re.MULTILINE), bug
 
 
 @pytest.mark.parametrize("G", [1, 2, 3, 4, 5, 7, 8, 12])

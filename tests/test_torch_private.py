@@ -54,23 +54,6 @@ def test_private_names_of_triton_are_in_another() -> None:
     assert not [(str(x), names) for x, names in found.items() if names and x != HOME_OF_TRITON]
 
 
-def test_private_names_are_seen() -> None:
-    source = """
-import torch._dynamo
-from torch.autograd import forward_ad
-from torch.utils import _pytree
-forward_ad._current_level, torch.overrides._x(), torch.ops.aten._softmax, torch.__version__, torch.nn.Module
-"""
-    assert set(private_names(source)) == {
-        "torch._dynamo", "torch.utils._pytree", "torch.autograd.forward_ad._current_level", "torch.overrides._x",
-    }  # fmt: skip
-    source = "from triton.language.core import _aggregate as x\nfrom triton.runtime import driver\ndriver._active"
-    assert set(private_names(source, "triton")) == {
-        "triton.language.core._aggregate",
-        "triton.runtime.driver._active",
-    }
-
-
 # A PyTorch that lacks one of these names. It goes on using it itself: it is hidden from this library alone.
 WITHOUT = """
 import builtins, torch
