@@ -103,6 +103,7 @@ def test_refining_by_what_does_not_divide(n: Any) -> None:
         (bs.bfla, {"tile": 0}, "'tile' must be a whole number from 1 to 16384: 0"),
         (bs.bfla, {"block": 2**40}, "'block' must be a whole number from 1 to 16384: 1099511627776"),
         (bs.bfla, {"n_local": 1, "n_local_tiles": 1}, "give 'n_local' or 'n_local_tiles', not both: 1 and 1"),
+        (bs.bfla, {"tile": 96}, "'block' must be a multiple of 'tile' (96): 256"),
         (bs.s2o, {"block": 0}, "'block' must be a whole number from 1 to 16384: 0"),
         (bs.s2o, {"S": 0}, "'S' must be a whole number from 1 to 16384: 0"),
         (bs.s2o, {"S": 100}, "'S' must be a multiple of 'block' (64): 100"),

@@ -6,12 +6,10 @@ here are those that people write.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ import torch
 from attrs import evolve
 
 import blocksparse as bs
-from blocksparse.hosts.serving.settings import ConfigurationError, Host, Served, Settings
 from blocksparse.testing import make_qkv
 from blocksparse.tools.cli.main import main
 from tests.test_bad_arguments import sentence
@@ -152,28 +149,15 @@ def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
         num_key_value_heads=2,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
-    bloom: Any = transformers.BloomConfig(vocab_size=100, hidden_size=64, n_layer=1, n_head=4)
-    other = transformers.BloomForCausalLM(bloom)
     rows: list[tuple[Any, Any, dict[str, Any], str]] = [
         (model, bs.auto, {}, "'pipeline' | auto itself; call it: auto()"),
-        (model, "auto", {}, "'pipeline' | 'auto'; presets are functions | auto()"),
         (MEAN, model, {}, "'model' | Pipeline. The order is attach(model, pipeline)"),
-        (torch.nn.Linear(2, 2), MEAN, {}, "'model' | Linear holds 0 | hosts.diffusers.attach"),
-        (other, MEAN, {}, "BloomForCausalLM cannot change its attention function | Call the pipeline yourself"),
-        (model, bs.Schedule(MEAN, dense=(99,)), {}, "no layer 99 | has 2, 0 to 1"),
-        (model, MEAN, {"min_tokens": "4k"}, "'min_tokens' | whole number | '4k'"),
         (model, MEAN, {"recorder": DensityRecorder}, "'recorder' | DensityRecorder itself; call it"),
     ]
     for given, attention, arguments, words in rows:
         with pytest.raises((TypeError, ValueError)) as error:
             attach(given, attention, **arguments)
         check(sentence(error), words)
-
-    first, second = attach(model, MEAN), attach(model, MEAN)
-    with pytest.raises(RuntimeError, match=r"Detach that one \(.*\) first"):
-        first.detach()
-    second.detach()
-    first.detach()
 
     def logged(tokens: int, **arguments: Any) -> str:
         caplog.clear()
@@ -185,71 +169,12 @@ def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
         check(logged(600), "LlamaForCausalLM | 2 x gradients (call the model under torch.no_grad())")
     with torch.no_grad():
         check(logged(99), "2 x fewer than min_tokens (longer prompts are sparse; attach takes min_tokens)")
-        missing = pytest.raises(ValueError, match="each of the 2 KV heads; missing: 1")
-        with attach(model, bs.Schedule(None, layers={0: bs.HeadGroups({(0,): MEAN})})), missing:
-            model(torch.arange(600).unsqueeze(0) % 97)
-
-
-def test_a_wrong_attachment_to_a_model_of_diffusers() -> None:
-    diffusers = pytest.importorskip("diffusers")
-    from blocksparse.hosts.diffusers import attach
-
-    flux: Any = diffusers.FluxTransformer2DModel(
-        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
-    rows: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (torch.nn.Linear(2, 2), MEAN, {}, "'model' | Linear | the transformer | hosts.transformers.attach"),
-        (flux, bs.auto, {}, "'pipeline' | auto itself; call it: auto()"),
-        (flux, MEAN, {"dense_steps": 10}, "'dense_steps' | sequence | 10"),
-        (flux, bs.Schedule(MEAN, dense=(7,)), {}, "no layer 7 | has 2, 0 to 1"),
-    ]
-    for given, attention, arguments, words in rows:
-        with pytest.raises((TypeError, ValueError)) as error:
-            attach(given, attention, **arguments)
-        check(sentence(error), words)
-    with (
-        attach(flux, MEAN),
-        pytest.raises(ValueError, match=r"attached already. Call detach\(\) on that pipeline first"),
-    ):
-        attach(flux, MEAN)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (None, 'needs to know what to run | --additional-config \'{"blocksparse": {"preset":'),
-        ({"blocksparse": "auto"}, "an object with some of preset | 'auto'"),
-        ({"blocksparse": {"presets": "auto"}}, "there is no 'presets'. There are preset"),
-        ({"blocksparse": {"min_tokens": 9}}, "one of 'preset' and 'plan'"),
-        ({"blocksparse": {"preset": "pbs"}}, "there is no preset 'pbs'. There are auto"),
-        ({"blocksparse": {"preset": "auto", "settings": {"quality": "best"}}}, "'quality' | 'careful' | 'best'"),
-        ({"blocksparse": {"preset": "auto", "dense": [99]}}, "no layer 99 | has 32"),
-        ({"blocksparse": {"preset": "auto", "min_tokens": "4k"}}, "'min_tokens' | whole number | '4k'"),
-        ({"blocksparse": {"preset": "xattention", "settings": {"mass": [0.9]}}}, "'mass' | per query head (32)"),
-        ({"blocksparse": {"plan": "/nowhere/plan.json"}}, "/nowhere/plan.json"),
-    ],
-)
-def test_a_wrong_configuration_of_a_server(options: Any, words: str) -> None:
-    served = Served("llama", layers=32, heads=32, kv_heads=8)
-    with pytest.raises(ConfigurationError) as error:
-        Settings.of(options, served, Host("BLOCKSPARSE", "--additional-config"))
-    check(sentence(error), words)
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         ("bnch", "'bnch' | demo"),
-        ("demo --preset pbs", "'--preset' must be one of auto | pbs"),
-        ("demo --preset 'pbs_attn(2)'", "pbs_attn(2) | 'mass' | (0, 1] | 2"),
-        ("demo --depth 2", "'--depth' | [0, 1] | 2"),
-        ("demo --text /nowhere.txt", "'--text' | readable UTF-8 | /nowhere.txt"),
-        ("bench --heads 7 --kv-heads 2", "'--heads' | multiple of '--kv-heads' (2) | 7"),
-        ("bench --lengths a,b", "--lengths | whole number | a"),
-        ("bench --head-dim 512", "'--head-dim' | at most 256 | 512"),
-        ("inspect smollm2 /nowhere.txt", "'TEXT' | readable UTF-8 | /nowhere.txt"),
-        ("inspect smollm2 --tokens 3", "'--tokens' | at least 128 | 3"),
         ("tune /nowhere --out plan.json", "must be a folder that a transformers model was saved in | /nowhere"),
         ("tune model --strategy best", "--strategy | 'best' | 'kl', 'sparge'"),
         ("build --for-wheel /nowhere", "'--for-wheel' | folder of the package's source | /nowhere"),
@@ -263,23 +188,3 @@ def test_a_wrong_command(command: str, words: str, capsys: pytest.CaptureFixture
         status = end.code
     assert status
     check(" ".join(capsys.readouterr().err.split()), words)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "cannot be read | plan.json"),
-        ("hello", "cannot be read | plan.json"),
-        (json.dumps({}), "plan.json is not a plan | `blocksparse tune` writes one"),
-    ],
-)
-def test_a_wrong_plan(tmp_path: Path, text: str | None, words: str) -> None:
-    pytest.importorskip("cattrs")
-    from blocksparse.tools.tune import Plan, TuneError
-
-    path = tmp_path / "plan.json"
-    if text is not None:
-        path.write_text(text, encoding="utf-8")
-    with pytest.raises(TuneError) as error:
-        Plan.load(path)
-    check(sentence(error), words)

@@ -178,17 +178,6 @@ def test_groups_without_a_token_never_win(M: int) -> None:
         assert chosen.keep[0, 0, -1].tolist() == [False, True, False, True, True]  # and the diagonal
 
 
-def test_padding_changes_no_real_block() -> None:
-    """A prompt that ends inside a block scores its other blocks as the longer prompt does."""
-    q, k, _ = make_qkv(N=256, D=16)
-    scorer = FlattenMaxPoolScorer(64, 16, per_token=True)
-    longer, shorter = score(scorer, q, k), score(scorer, q[:, :, :210], k[:, :, :210])
-    torch.testing.assert_close(shorter[:, :, :3, :3], longer[:, :, :3, :3])
-    ratio = shorter[:, :, 3, :2] / shorter[:, :, 3, 2:3]
-    truth = best_pairs(q[:, :, :210], k[:, :, :210], block=64, g=16, causal=True, mean=True)[:, :, 3]
-    torch.testing.assert_close(ratio.double(), (truth[..., :2] - truth[..., 2:3]).exp(), rtol=1e-4, atol=0)
-
-
 @pytest.mark.parametrize("k_block", [16, 64, 96])
 def test_no_row_looks_past_its_own_queries(k_block: int) -> None:
     """Also where key blocks are wider than query blocks."""
@@ -240,8 +229,6 @@ def test_what_the_scorer_refuses() -> None:
         FlattenMaxPoolScorer(96)
     with pytest.raises(ValueError, match=r"'k_block' must be a multiple of 'g' \(32\): 48"):
         FlattenMaxPoolScorer(64, 32, k_block=48)
-    with pytest.raises(TypeError, match="'g' must be"):
-        FlattenMaxPoolScorer(64, 32.0)  # type: ignore[arg-type]
 
 
 # The rescues
@@ -337,10 +324,6 @@ def test_random_bounds_and_rates_per_head(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(positions(rates, 640, Hq=4, Hkv=1), kept)
     with pytest.raises(ValueError, match=r"one entry per query head \(2\): 4"):
         positions(rates, 64, Hq=2, Hkv=1)
-    with pytest.raises(ValueError, match=r"'rho' must be a number in \[0, 1\], or one per query head: 1.5"):
-        Random(1.5)
-    with pytest.raises(ValueError, match="'seed' must be"):
-        Random(0.5, -1)
 
 
 @pytest.mark.parametrize("eta", [1, 2, 16, 17, 34, 131])
@@ -363,11 +346,6 @@ def test_released_stride_degenerates() -> None:
     assert kept.all(1).sum() == kept.any(1).sum() == 16
     want = [[(131 * i + 17 * j + 7) % 16 == 0 for j in range(256)] for i in range(256)]
     assert positions(Stride(16, 7, released=True), 16 * 256)[0].tolist() == want
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match="'eta' must be"):
-            Stride(wrong)
-    with pytest.raises(TypeError, match="'eta' must be"):
-        Stride(2.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", [Stride(5, 3), Random(0.3, 3)], ids=["stride", "random"])
@@ -435,17 +413,6 @@ def test_mask_is_shared_by_group_and_bounded() -> None:
     assert torch.equal(dense.keep, dense.grid.visible.expand_as(dense.keep))
 
 
-def test_aligned_chunks_choose_alike() -> None:
-    q, k, _ = make_qkv(N=333, D=16)
-    pipeline = bfla(0.8, block=64, g=16, tile=16, n_local=16, eta=7, rho=0.1, per_token=True)
-    _, whole = choose(pipeline, q, k)
-    for start in (64, 128, 320):
-        _, last = choose(pipeline, q[:, :, start:], k)
-        _, first = choose(pipeline, q[:, :, :start], k[:, :, :start])
-        assert torch.equal(last.keep, whole.keep[:, :, start // 16 :])
-        assert torch.equal(first.keep, whole.keep[:, :, : start // 16, : start // 16])
-
-
 def test_local_band_in_tokens_or_tiles() -> None:
     q, k, _ = make_qkv(N=500, D=16)
     sizes: dict[str, Any] = {"block": 64, "g": 16, "tile": 16, "eta": None}
@@ -465,12 +432,3 @@ def test_released_band_has_at_least_one_block() -> None:
         _, mask = choose(bfla(0.01, **sizes, coarse_rescue=True, as_released=as_released), q, k)
         before = mask.keep[:, :, 12:, 8:12]
         assert bool(before.all()) == as_released
-
-
-def test_what_the_preset_refuses() -> None:
-    with pytest.raises(ValueError, match="'n_local' or 'n_local_tiles', not both: 256 and 8"):
-        bfla(n_local=256, n_local_tiles=8)
-    with pytest.raises(ValueError, match=r"'block' must be a multiple of 'tile' \(96\): 256"):
-        bfla(tile=96)
-    with pytest.raises(ValueError, match="'n_local' must be a whole number, at least 0, or None: -1"):
-        bfla(n_local=-1)
