@@ -72,14 +72,16 @@ def test_chunks_choose_what_the_whole_prompt_chooses(name: str, size: int) -> No
 
 @pytest.mark.parametrize("quality", ["careful", "balanced", "fast"])
 def test_auto_does(quality: bs.Quality) -> None:
-    q, k, _ = make_qkv(Hq=4, Hkv=2, N=1100, D=32)
-    whole = bs.auto(quality).choose(q, k)
-    for size in (256, 512, 1024):
-        start = 0
-        for end in (*range(size, 1100, size), 1100):
-            mine = bs.auto(quality).choose(q[:, :, start:end], k[:, :, :end], remaining=1100 - end).mask.keep
-            assert torch.equal(mine, whole.mask.keep[:, :, start // 128 : -(-end // 128), : mine.shape[3]])
-            start = end
+    for tokens, sizes in ((16384 + 777, (2048, 8192)), (1100, (256, 512, 1024))):
+        q, k, _ = make_qkv(Hq=4, Hkv=2, N=tokens, D=32)
+        whole = bs.auto(quality).choose(q, k)
+        for size in sizes:
+            start = 0
+            for end in (*range(size, tokens, size), tokens):
+                part = q[:, :, start:end], k[:, :, :end]
+                mine = bs.auto(quality).choose(*part, remaining=tokens - end).mask.keep
+                assert torch.equal(mine, whole.mask.keep[:, :, start // 128 : -(-end // 128), : mine.shape[3]])
+                start = end
     # The last 128 queries are those from 972 on, in the rows of 896 and 1024.
     assert torch.equal(whole.mask.keep[:, :, 7:], whole.mask.grid.visible.expand_as(whole.mask.keep)[:, :, 7:])
     assert not torch.equal(whole.mask.keep[:, :, 6], whole.mask.grid.visible.expand_as(whole.mask.keep)[:, :, 6])
