@@ -56,6 +56,13 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    from tests.tiny_model import byte_tokenizer
+
+    return byte_tokenizer()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """A test draws the same numbers alone, in any order and beside others."""

@@ -1,8 +1,11 @@
-"""What a call asks for, as tests write it."""
+"""What a call asks for, as tests write it, and which pairs its mask means."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec
@@ -11,3 +14,14 @@ from blocksparse.spec import AttentionSpec
 def asked(mask: BlockMask, scale: float = 1.0, **more: Any) -> AttentionSpec:
     """The spec for which a mask was made; a mask does not know the scale, the softcap and the sinks."""
     return AttentionSpec(scale=scale, causal=mask.grid.causal, window=mask.grid.window, **more)
+
+
+def kept_pairs(mask: BlockMask) -> Tensor:
+    """The meaning of a mask, `[B, Hq, M, N]` bool, queries in original order."""
+    grid = mask.grid
+    shape = mask.keep.shape[0], grid.q_heads, grid.q_len, grid.k_len
+    pairs = torch.zeros(shape, dtype=torch.bool, device=mask.keep.device)
+    for row in range(grid.rows):
+        index = mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, grid.k_len)
+        pairs.scatter_(2, index, mask.pairs(row))
+    return pairs

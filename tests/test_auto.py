@@ -79,10 +79,3 @@ def test_pictures_have_their_order() -> None:
     q, k, v = make_qkv(**SIZES)
     ordered = bs.auto(order=bs.HilbertOrder(grid))(q, k, v, causal=False)
     assert torch.equal(ordered, bs.sparge(0.95, 0.5, order=bs.HilbertOrder(grid))(q, k, v, causal=False))
-
-
-def test_other_qualities_are_refused() -> None:
-    with pytest.raises(ValueError, match="'quality' must be 'careful', 'balanced' or 'fast': 'best'"):
-        bs.auto("best")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"'quality' must be 'careful', 'balanced' or 'fast': 0\.9"):
-        bs.auto(0.9)  # type: ignore[arg-type]

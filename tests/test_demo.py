@@ -41,7 +41,7 @@ from blocksparse.tools.demo.model import dtype_for
 from blocksparse.tools.demo.picture import Panel, draw, pooled_attention
 from blocksparse.tools.demo.run import legend, table, write_json
 from tests.real_model import NAME, converted, needs_real_model
-from tests.tiny_model import byte_tokenizer, save_tiny
+from tests.tiny_model import save_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +50,6 @@ def _logging_as_it_was() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from runpy import run_path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from blocksparse.order.grid_orders import (
     TileOrder,
     TimeOrder,
 )
-from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
+from blocksparse.testing import make_qkv
 
 Sizes = tuple[int, int, int]
 MOVING: tuple[type[GridOrder], ...] = (HilbertOrder, ColumnOrder, TimeOrder, TileOrder)
@@ -123,65 +122,11 @@ def test_text_stays_and_queries_stand_as_keys_do(order: type[GridOrder], grid: S
     assert torch.equal(open_end.k_index, permutation.k_index)
 
 
-@each_moving
-def test_restore_undoes_the_gather(order: type[GridOrder]) -> None:
-    q, k, _ = make_qkv(B=2, N=67, D=3)
-    permutation = order((3, 4, 5), prefix=2, suffix=None)(q, k, bs.AttentionSpec(scale=1.0, causal=False))
-    assert not torch.equal(permutation.gather_queries(q), q)
-    assert torch.equal(permutation.restore(permutation.gather_queries(q)), q)
-    back = permutation.inverse().gather_keys(permutation.gather_keys(k))
-    assert torch.equal(back, k)
-
-
 def test_raster_moves_nothing() -> None:
     q, k, _ = make_qkv(N=67, D=3)
     permutation = RasterOrder((3, 4, 5), prefix=2, suffix=5)(q, k, bs.AttentionSpec(scale=1.0, causal=False))
     assert permutation.k_index is None
     assert permutation.q_index is None
-
-
-DENSE = [
-    *[(bs.ReferenceExecutor(), N, causal) for N in (60, 64, 83) for causal in (False, True)],
-    (
-        bs.TritonExecutor(),
-        64,
-        False,
-    ),  # whole blocks: the maps reach the kernel as they are, one line for all heads
-    (bs.TritonExecutor(), 83, True),
-    (bs.FlexExecutor(), 64, False),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("executor", "N", "causal"), DENSE)
-def test_everything_is_dense_attention(executor: bs.Executor[Any, Any], N: int, causal: bool, device: str) -> None:
-    q, k, v = make_qkv(B=2, N=N, D=16, device=device)
-    prefix = (N - 60) // 2
-    order = HilbertOrder((3, 4, 5), prefix=prefix, suffix=N - 60 - prefix)
-    got = bs.Pipeline(order, bs.NoScorer(16), bs.Everything(), executor)(q, k, v, causal=causal)
-    pairs = torch.ones(N, N, dtype=torch.bool, device=device)
-    pairs = pairs.tril() if causal else pairs
-    want = masked_attention(q.double(), k.double(), v.double(), pairs, 0.25)
-    assert_within_budget(got, want, masked_attention(q, k, v, pairs, 0.25))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@each_moving
-def test_sparse_attention_is_its_meaning(order: type[GridOrder], causal: bool) -> None:
-    """Fewer pairs than all, and the output is softmax attention over exactly these."""
-    q, k, v = make_qkv(B=2, N=83, D=16, dtype=torch.float64)
-    pipeline = bs.Pipeline(
-        order((3, 4, 5), prefix=20, suffix=None), bs.MeanPoolScorer(16), bs.TopCdf(0.5), bs.ReferenceExecutor()
-    )
-    trace = pipeline.trace(q, k, v, causal=causal)
-    pairs = torch.zeros(2, 4, 83, 83, dtype=torch.bool)
-    for row in range(trace.mask.grid.rows):
-        index = trace.mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, 83)
-        pairs.scatter_(2, index, trace.mask.pairs(row))
-    assert 0.1 < float(pairs.double().mean()) < 0.9
-    torch.testing.assert_close(
-        trace.output.out, masked_attention(q, k, v, pairs, 0.25), rtol=0, atol=1e-12, check_stride=False
-    )
 
 
 @pytest.mark.parametrize("start", [1, 5, 16, 40, 62, 82])
@@ -248,29 +193,6 @@ def test_the_number_of_tokens_must_fit(text: dict[str, int], N: int, message: st
         HilbertOrder((3, 4, 5), **text)(x, x, bs.AttentionSpec(scale=1.0, causal=False))
     with pytest.raises(ValueError, match="RasterOrder needs"):
         RasterOrder((3, 4, 5), **text)(x, x, bs.AttentionSpec(scale=1.0, causal=False))
-
-
-FIELDS: list[tuple[Any, list[Any], dict[str, Any], type[Exception], str]] = [
-    (HilbertOrder, [(3, 4)], {}, TypeError, r"'grid' must .*: \(3, 4\)\. An image is \(1, H, W\)"),
-    (HilbertOrder, [[3, 4, 5]], {}, TypeError, r"'grid' must be three whole numbers"),
-    (HilbertOrder, [(3, 4, 5.0)], {}, TypeError, r"'grid' must be three whole numbers"),
-    (HilbertOrder, [(3, 0, 5)], {}, ValueError, r"'grid' must be three whole numbers .*: \(3, 0, 5\)"),
-    (TileOrder, [(3, 4, 5), (0, 1, 1)], {}, ValueError, r"'tile' must be three whole numbers"),
-    (HilbertOrder, [(3, 4, 5)], {"prefix": -1}, ValueError, r"'prefix' must be a whole number, at least 0: -1"),
-    (HilbertOrder, [(3, 4, 5)], {"suffix": 1.5}, TypeError, r"'suffix' must be .* at least 0, or None: 1.5"),
-    (GivenOrder, [(1, 2, 2), [0, 1, 2, True]], {}, TypeError, r"'order' must be .*: \[0, 1, 2, True\]"),
-    (GivenOrder, [(1, 2, 2), torch.rand(4)], {}, TypeError, r"'order' must be a tensor or a sequence"),
-    (GivenOrder, [(1, 2, 2), torch.arange(5)], {}, ValueError, r"must name 1 x 2 x 2 = 4 cells: \[5\]"),
-    (GivenOrder, [(1, 2, 2), torch.tensor([0, 1, 1, 3])], {}, ValueError, r"each cell from 0 to .* once"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("order", "values", "named", "error", "message"), FIELDS)
-def test_fields_are_checked(
-    order: Any, values: list[Any], named: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        order(*values, **named)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

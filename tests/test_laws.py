@@ -20,6 +20,7 @@ import blocksparse as bs
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention, video_presets
 from tests import stages
 from tests.cases import each, each_of_group, grouped
+from tests.specs import kept_pairs
 
 Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
 
@@ -185,18 +186,6 @@ def traces(
         yield Choice(q, k, v, spec, permutation, scores, selector(scores))
 
 
-def pairs_of(mask: bs.BlockMask) -> Tensor:
-    """The meaning of a mask, `[B, Hq, M, N]` bool, queries in original order."""
-    grid = mask.grid
-    pairs = torch.zeros(
-        mask.keep.shape[0], grid.q_heads, grid.q_len, grid.k_len, dtype=torch.bool, device=mask.keep.device
-    )
-    for row in range(grid.rows):
-        index = mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, grid.k_len)
-        pairs.scatter_(2, index, mask.pairs(row))
-    return pairs
-
-
 def runs(executor: bs.Executor[Any, Any], trace: Choice) -> bool:
     """Whether types and values of a trace are what the executor takes."""
     wanted = [stages.needs(executor, bs.Executor, place) for place in (0, 1)]
@@ -243,7 +232,7 @@ def test_every_composition_means_what_it_says(front: Front, causal: bool) -> Non
     """
     q, k, v = make_qkv(**SIZES | {"B": 1}, M=60, dtype=torch.float64)
     for trace in traces(front, q, k, v, selectors_in_turn(front) if causal else None, causal=causal):
-        grid, pairs = trace.mask.grid, pairs_of(trace.mask)
+        grid, pairs = trace.mask.grid, kept_pairs(trace.mask)
         want = masked_attention(q, k, v, pairs, trace.spec.scale)
         torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
         assert not bool((trace.mask.keep & ~grid.visible).any())
@@ -263,7 +252,7 @@ def test_every_executor_agrees(front: Front, executor: bs.Executor[Any, Any], ca
         visited = trace.mask if got.visited is None else got.visited
         q64, k64, v64 = q.double(), k.double(), v.double()
         want = bs.ReferenceExecutor()(q64, k64, v64, visited, trace.spec)
-        yardstick = masked_attention(q, k, v, pairs_of(visited), trace.spec.scale)
+        yardstick = masked_attention(q, k, v, kept_pairs(visited), trace.spec.scale)
         assert_within_budget(got.out, want.out, yardstick)
         if got.lse is not None:
             assert want.lse is not None

@@ -137,25 +137,6 @@ def test_dense_where() -> None:
     assert HeadGroups.dense_where((torch.tensor([0.2, 0.9]) > 0.5).tolist(), A).groups == {(1,): None, (0,): A}
 
 
-@pytest.mark.parametrize(
-    ("groups", "error", "sentence"),
-    [
-        ([A], TypeError, "'groups' must be a mapping of KV heads to pipelines: list"),
-        ({}, ValueError, "'groups' must have at least one group"),
-        ({0: A}, TypeError, r"'groups' must name heads in tuples of whole numbers, \(2,\) for one head: 0"),
-        ({(0, True): A}, TypeError, r"tuples of whole numbers, .*: \(0, True\)"),
-        ({(): A}, ValueError, r"'groups' must name KV heads from 0 on: \(\)"),
-        ({(0, -1): A}, ValueError, r"'groups' must name KV heads from 0 on: \(0, -1\)"),
-        ({(0,): TopK(2)}, TypeError, r"'groups' must have a Pipeline or None \(dense\) for \(0,\): TopK"),
-        ({(0, 1): A, (1, 0, 2): B}, ValueError, "but names these more than once: 0, 1"),
-        ({(2, 2): A}, ValueError, "but names these more than once: 2"),
-    ],
-)
-def test_bad_groups_are_named(groups: Any, error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error, match=sentence):
-        HeadGroups(groups)
-
-
 def test_groups_are_of_all_heads_of_the_inputs() -> None:
     q, k, v = make_qkv(**SIZES)
     with pytest.raises(ValueError, match=r"each of the 4 KV heads; missing: 1, 3; not there: 4, 9$"):
@@ -221,26 +202,6 @@ def test_layers_that_take_the_choice_of_another() -> None:
             Schedule(A, layers={3: B}, dense=(0,), same_choice=(group,)).choosers(6)
     with pytest.raises(ValueError, match="layer 5 is in two groups of 'same_choice'"):
         Schedule(A, same_choice=((4, 5), (2, -1))).choosers(6)
-
-
-@pytest.mark.parametrize(
-    ("default", "named", "sentence"),
-    [
-        ("pbs", {}, r"'default' must be a Pipeline, HeadGroups or None \(dense\): 'pbs'"),
-        (blocksparse.auto, {}, r"'default' must be a Pipeline.*: auto itself; call it: auto\(\)"),
-        (A, {"layers": [A, None]}, "'layers' must be a mapping of layers to pipelines: list"),
-        (A, {"layers": {"0": B}}, "'layers' must have whole numbers as keys: '0'"),
-        (A, {"layers": {True: B}}, "'layers' must have whole numbers as keys: True"),
-        (A, {"layers": {0: TopK(2)}}, r"layer 0 of 'layers' must be a Pipeline, .* None \(dense\): TopK"),
-        (A, {"dense": 0}, "'dense' must be a sequence of whole numbers: 0"),
-        (A, {"dense": "01"}, "'dense' must be a sequence of whole numbers: '01'"),
-        (A, {"same_choice": (1, 2)}, r"'same_choice' must be a sequence of groups of layers, as .*: \(1, 2\)"),
-        (A, {"same_choice": ((1, "2"),)}, "'same_choice' must be a sequence of groups of layers"),
-    ],
-)
-def test_bad_schedules_are_named(default: Any, named: Any, sentence: str) -> None:
-    with pytest.raises(TypeError, match=sentence):
-        Schedule(default, **named)
 
 
 def test_a_schedule_is_its_own_configuration() -> None:

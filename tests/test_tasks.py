@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
@@ -21,20 +20,9 @@ from benchmarks.tasks.methods import methods
 from benchmarks.tasks.paired import difference
 from benchmarks.tasks.report import as_dense, between, report, saving
 from benchmarks.tasks.sample import Haystack, Sample
-from transformers import PreTrainedTokenizerFast
 
 from blocksparse.tools.demo import TEXT
 from tests.tune import tiny
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """One token per byte; needs no file."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
@@ -22,20 +21,9 @@ from benchmarks.trained import report
 from benchmarks.trained.measure import pipeline_of
 from benchmarks.trained.tasks import tasks
 from benchmarks.trained.texts import KINDS, Half, text_of
-from transformers import PreTrainedTokenizerFast
 
 from blocksparse.check.validators import UserError
 from blocksparse.tools.demo import fetch
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """One token per byte; needs no file."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
 
 
 def test_prompts_have_their_length_their_seed_and_their_answer(tokenizer: Any) -> None:

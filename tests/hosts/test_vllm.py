@@ -476,11 +476,6 @@ def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model(
         ({"preset": "pbs"}, "there is no preset 'pbs'. There are auto, pbs_attn, "),
         ({"preset": ["s2o"]}, "there is no preset ['s2o']. There are "),
         ({"preset": "no_such:f"}, "there is no preset 'no_such:f': No module named 'no_such'. Add the folder "),
-        ({"preset": "json:f"}, "there is no preset 'json:f'. Define a function 'f' in the module "),
-        ({"preset": ":f"}, "there is no preset ':f'. "),
-        ({"preset": ".x:f"}, "there is no preset '.x:f'. "),
-        ({"preset": "math:pi"}, "'math:pi' must be a function that returns a Pipeline: 3.14"),
-        ({"preset": "builtins:list"}, "'builtins:list' must return a Pipeline: []"),
         ({"preset": "xattention", "settings": 0.9}, "'settings' must be a Mapping: 0.9"),
         ({"preset": "xattention", "settings": {"mass": 2}}, "'mass' must be "),
         (

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from tests.papers.golden_cases import assert_same_output, cases, differing, load
+from tests.specs import kept_pairs
 from torch import Tensor
 
 import blocksparse as bs
@@ -239,15 +240,6 @@ def test_divergence_is_never_nan() -> None:
 # What vertical-slash heads keep.
 
 
-def pairs_of(mask: bs.BlockMask) -> Tensor:
-    """`[B, Hq, M, N]` bool."""
-    pairs = torch.zeros(*mask.keep.shape[:2], mask.grid.q_len, mask.grid.k_len, dtype=torch.bool)
-    for row in range(mask.grid.rows):
-        index = mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, mask.grid.k_len)
-        pairs.scatter_(2, index, mask.pairs(row))
-    return pairs
-
-
 def covered_by_last_queries(trace: bs.Trace[Any, Any, Any], last_q: int) -> Tensor:
     """Share of the last queries' true attention that lies on kept pairs, `[B, Hq]`."""
     N, P = trace.k.shape[2], min(last_q, trace.q.shape[2])
@@ -255,7 +247,7 @@ def covered_by_last_queries(trace: bs.Trace[Any, Any, Any], last_q: int) -> Tens
     logits = (trace.q[:, :, -P:] @ keys.transpose(-1, -2)).double() * trace.spec.scale
     if trace.mask.grid.causal:
         logits = logits.masked_fill(torch.arange(N) > torch.arange(N - P, N)[:, None], float("-inf"))
-    return (logits.softmax(-1) * pairs_of(trace.mask)[:, :, -P:]).sum((-1, -2)) / P
+    return (logits.softmax(-1) * kept_pairs(trace.mask)[:, :, -P:]).sum((-1, -2)) / P
 
 
 def lines(
@@ -295,12 +287,12 @@ def test_a_diagonal_at_every_offset_is_covered(M: int) -> None:
     """Head `d` has all its mass at distance `d`: every pair at that distance is kept, and little else."""
     N, each = 83, torch.arange(83)
     scores = lines(N, slash=torch.eye(N), M=M)
-    pairs = pairs_of(VerticalSlashCdf(0.9)(scores))[0]
+    pairs = kept_pairs(VerticalSlashCdf(0.9)(scores))[0]
     distance = (each[N - M :, None] - each).expand(N, -1, -1)
     wanted = distance == each.view(-1, 1, 1)
     assert bool((wanted <= pairs).all())
     assert float(pairs[40].float().mean()) < 0.7
-    released = pairs_of(VerticalSlashCdf(0.9, released=True)(scores))[0]
+    released = kept_pairs(VerticalSlashCdf(0.9, released=True)(scores))[0]
     lost = (wanted & ~released).any(-1).any(-1)
     assert bool(lost[5:].any())  # the authors' bins start at the far end, and each keeps one diagonal of two
 
@@ -374,8 +366,8 @@ def test_the_released_rule_loses_part_of_a_diagonal_between_blocks() -> None:
     at_distance = each[:, None] - each == torch.tensor([32, 36, 40, 44]).view(-1, 1, 1)
     for released, share in ((False, [1.0, 1.0, 1.0, 1.0]), (True, [1.0, 0.75, 0.5, 0.25])):
         selector = VerticalSlashCdf(0.9, min_budget=2 * B16, released=released)  # a band besides the nearest
-        kept_pairs = (pairs_of(selector(scores))[0] & at_distance)[:, 80:].sum((-1, -2))  # past the columns
-        assert (kept_pairs / 176).tolist() == pytest.approx(share, abs=0.01)
+        found = (kept_pairs(selector(scores))[0] & at_distance)[:, 80:].sum((-1, -2))  # past the columns
+        assert (found / 176).tolist() == pytest.approx(share, abs=0.01)
 
 
 def test_budgets_and_forced_blocks() -> None:
@@ -491,7 +483,7 @@ def test_the_last_chunk_chooses_as_the_whole_prompt(as_released: bool) -> None:
         0.7, 0.0, block=B16, min_budget=1, as_released=as_released, executor=bs.ReferenceExecutor()
     )
     whole, last = pipeline.trace(q, k, v), pipeline.trace(q[:, :, 70:], k, v)
-    assert torch.equal(pairs_of(last.mask), pairs_of(whole.mask)[:, :, 70:])
+    assert torch.equal(kept_pairs(last.mask), kept_pairs(whole.mask)[:, :, 70:])
 
 
 def test_what_cannot_be_is_refused() -> None:

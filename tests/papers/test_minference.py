@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.papers.golden_cases import cases, differing, load
+from tests.specs import kept_pairs
 from torch import Tensor
 
 import blocksparse as bs
@@ -68,16 +69,7 @@ def test_minference_tiles_only_add(name: str) -> None:
 def test_minference_keeps_every_pair_it_wants(name: str, as_released: bool) -> None:
     case, trace = load(name), minf(name, as_released=as_released)
     selector = VerticalSlashTopK(case.params["vertical_size"], case.params["slash_size"], released=as_released)
-    assert bool((wanted_pairs(selector, trace.scores) <= pairs_of(trace.mask)).all())
-
-
-def pairs_of(mask: bs.BlockMask) -> Tensor:
-    """`[B, Hq, M, N]` bool."""
-    pairs = torch.zeros(*mask.keep.shape[:2], mask.grid.q_len, mask.grid.k_len, dtype=torch.bool)
-    for row in range(mask.grid.rows):
-        index = mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, mask.grid.k_len)
-        pairs.scatter_(2, index, mask.pairs(row))
-    return pairs
+    assert bool((wanted_pairs(selector, trace.scores) <= kept_pairs(trace.mask)).all())
 
 
 def wanted_pairs(selector: VerticalSlashTopK, scores: VerticalSlashScores) -> Tensor:
@@ -100,7 +92,7 @@ def test_wanted_pairs_are_kept_in_any_order(M: int, causal: bool, released: bool
         trace = bs.Pipeline(permuter, VerticalSlashScorer(B16, last_q=10), selector, reference).trace(
             q, k, v, causal=causal
         )
-        assert bool((wanted_pairs(selector, trace.scores) <= pairs_of(trace.mask)).all())
+        assert bool((wanted_pairs(selector, trace.scores) <= kept_pairs(trace.mask)).all())
 
 
 def scores_of(
@@ -135,7 +127,7 @@ def test_the_own_key_is_forced_first(released: bool) -> None:
     scores = scores_of(200, vertical=[40], slash=[150])
     selector = VerticalSlashTopK(1, 60, recent=100, released=released)
     assert chosen(selector.distances(scores)) == list(range(60))
-    own = pairs_of(selector(scores)).diagonal(dim1=-2, dim2=-1)
+    own = kept_pairs(selector(scores)).diagonal(dim1=-2, dim2=-1)
     assert bool(own.all())
 
 
@@ -145,7 +137,7 @@ def test_keys_that_the_nearest_distances_keep_take_no_budget() -> None:
     assert chosen(selector.keys(scores)) == [0, 40, 85]
     assert chosen(VerticalSlashTopK(30, 50, sink=1, recent=8, released=True).keys(scores))[-3:] == [85, 90, 95]
     own = torch.arange(96)
-    spared = pairs_of(selector(scores))[0, 0][:, 88:]
+    spared = kept_pairs(selector(scores))[0, 0][:, 88:]
     assert bool(spared[own[:, None] >= own[88:]].all())  # every query that sees them keeps them
     assert chosen(VerticalSlashTopK(3, 2, sink=1, recent=8).keys(scores)) == [
         0,
@@ -227,7 +219,7 @@ def test_shapes_keep_at_least_what_they_say(M: int) -> None:
         (a_shape(20, 40, block=B16, executor=reference), a),
         (tri_shape(20, 40, 30, block=B16, executor=reference), tri),
     ):
-        pairs = pairs_of(pipeline.trace(q, k, v).mask)
+        pairs = kept_pairs(pipeline.trace(q, k, v).mask)
         assert bool((wanted <= pairs).all())
         assert int((pairs & ~wanted).sum(-1).max()) < (3 * B16 if wanted is a else 203)
 
@@ -243,18 +235,3 @@ def test_last_queries() -> None:
     # Rows lie on the grid of the prompt, and the last 19 queries begin at 64: on tiles of 4, the last five rows.
     fine = bs.Pipeline(bs.Identity(), bs.NoScorer(B16), bs.OnTiles(LastQueries(19), 4), reference).trace(q, k, v)
     assert int((fine.mask.keep == fine.mask.grid.visible).all(-1)[0, 0].sum()) == 5
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'vertical' must be a whole number, at least 1, .*: 0"):
-        VerticalSlashTopK(0)
-    with pytest.raises(ValueError, match="'slash' must be a whole number, at least 1"):
-        VerticalSlashTopK(slash=[100, 2.5])
-    with pytest.raises(ValueError, match="one entry per query head"):
-        VerticalSlashTopK([1, 2])(scores_of(96, vertical=[40], slash=[30]))
-    with pytest.raises(ValueError, match="'tokens' must be a whole number, at least 1"):
-        LastQueries(0)
-    with pytest.raises(ValueError, match="'local' must be a whole number, at least 1: 0"):
-        a_shape(1, 0)
-    with pytest.raises(ValueError, match="'last_q' must be a whole number, at least 1"):
-        VerticalSlashScorer(B16, last_q=0)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from tests.specs import asked
+from tests.specs import asked, kept_pairs
 from torch import Tensor
 
 import blocksparse as bs
@@ -326,16 +326,6 @@ def nearby(N: int, M: int, tokens: int, *, causal: bool = True) -> Tensor:
     return (apart <= tokens) & (apart >= (0 if causal else -tokens))
 
 
-def visited_pairs(trace: AnyTrace) -> Tensor:
-    """Which pairs were visited, `[B, Hq, M, N]`, in original order."""
-    (B, Hq, M, _), N = trace.q.shape, trace.k.shape[2]
-    pairs = torch.zeros(B, Hq, M, N, dtype=torch.bool)
-    for row in range(trace.visited.grid.rows):
-        query = trace.visited.queries(row)
-        pairs.scatter_(2, query.unsqueeze(-1).expand(-1, -1, -1, N), trace.visited.pairs(row))
-    return pairs
-
-
 NEVER_ON: tuple[GatherExecutor, ...] = (  # these stop at the first block that may end a row
     GatherExecutor(float("inf")),
     GatherExecutor(float("inf"), commit=False),
@@ -357,7 +347,7 @@ def test_a_band_is_visited_before_a_row_may_stop(N: int, M: int, band: int) -> N
     for turn, options in enumerate(every):
         executor = NEVER_ON[(turn + CHUNKS.index((N, M))) % 2]
         trace = s2o(S=32, block=16, band=band, executor=executor, **options).trace(q, k, v)
-        assert bool((visited_pairs(trace) | ~inside).all())
+        assert bool((kept_pairs(trace.visited) | ~inside).all())
         want = bs.ReferenceExecutor()(q, k, v, trace.visited, asked(trace.visited, trace.spec.scale)).out
         torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
 
@@ -372,7 +362,7 @@ def test_any_order_may_open_with_a_band(permuter: bs.Permuter[Any], causal: bool
     for band in (0, 1, 40):
         selector = bs.Ranked(bs.TopK(1), first=bs.Band(band) | bs.Sink(3))
         trace = bs.Pipeline(permuter, bs.NoScorer(16), selector, NEVER_ON[1]).trace(q, k, v, causal=causal)
-        pairs = visited_pairs(trace)
+        pairs = kept_pairs(trace.visited)
         inside = nearby(187, 150, band, causal=causal)
         assert bool((pairs | ~inside).all())
         assert bool(pairs[..., :3].all())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytest.importorskip("transformers")
 pytest.importorskip("scipy")
@@ -19,7 +18,6 @@ from transformers import (
     Gemma2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from blocksparse import Schedule
@@ -351,16 +349,6 @@ def test_sparge_then_takes_the_boldest_lambda_under_its_bound(tmp_path: Path, l2
 
 
 # ---- prompts
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    """One token per byte; needs no file."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
 
 
 TEXT = "".join(f"This is sentence {i} of a text that says little.\n\n" for i in range(200))
