@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import blocksparse as bs
 from blocksparse.execute import flex
@@ -24,6 +23,7 @@ from blocksparse.kernels.gemm import products as flash_on_cpu
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.testing import check_executor, make_qkv
 from tests import stages
+from tests.largest import Largest
 from tests.machine import GPU, needs_gpu
 from tests.specs import asked
 
@@ -81,19 +81,10 @@ def test_a_large_scale_meets_logits_alone() -> None:
 
 def test_blocks_far_longer_than_the_prompt_take_no_memory() -> None:
     q, k, v = make_qkv(N=10, D=16)
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
-            return out
-
     pipeline = bs.mean_pooling(block=16384, executor=bs.CpuExecutor())
-    with Sizes():  # type: ignore[no-untyped-call]
+    with Largest() as made:
         pipeline(q, k, v)
-    assert largest <= 2 * 4 * 16384 * 16
+    assert made.numbers <= 2 * 4 * 16384 * 16
 
 
 def test_flex_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,18 +94,8 @@ def test_flex_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) ->
         bs.pbs_attn(executor=bs.FlexExecutor())(q, k, v)
 
 
-class Watched(TorchDispatchMode):
-    """Does nothing but be active."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 SWITCHED_OFF: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
-    "mode": (Watched, "under an active TorchDispatchMode torch.compile does nothing"),
+    "mode": (Largest, "under an active TorchDispatchMode torch.compile does nothing"),
     "config": (lambda: torch._dynamo.config.patch(disable=True), "torch.compile is switched off"),
     "stance": (lambda: torch.compiler.set_stance("force_eager"), "torch.compile is switched off"),
 }
@@ -176,14 +157,14 @@ def test_flex_is_the_same_whatever_surrounds_it() -> None:
     """Autocast neither changes its output nor compiles anew, and a call that was refused leaves nothing behind."""
     q, k, v = make_qkv(N=100, D=16)
     sparse = [bs.mean_pooling(0.3, block=16, executor=e) for e in (bs.FlexExecutor(), bs.ReferenceExecutor())]
-    with Watched(), pytest.raises(ValueError, match="must be compiled"):
+    with Largest(), pytest.raises(ValueError, match="must be compiled"):
         sparse[0](q, k, v)
     out = sparse[0](q, k, v)
     torch.testing.assert_close(out, sparse[1](q, k, v))
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype), torch.compiler.set_stance("fail_on_recompile"):
             assert torch.equal(sparse[0](q, k, v), out)
-    with Watched(), pytest.raises(ValueError, match="must be compiled"):
+    with Largest(), pytest.raises(ValueError, match="must be compiled"):
         sparse[0](q, k, v)
     assert torch.equal(sparse[0](q, k, v), out)
 
@@ -223,23 +204,13 @@ def test_reference_memory_stays_with_kept_blocks(dtype: torch.dtype) -> None:
     """A row gathers the keys it keeps, not all of them: 4 blocks of 512 keys, never all 16384."""
     q, k, v = make_qkv(N=16384, Hq=1, Hkv=1, D=8, dtype=dtype)
     pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(512), bs.TopK(4), bs.ReferenceExecutor())
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                largest = max(largest, result.untyped_storage().nbytes())
-            return result
-
     front = pipeline.trace(q[:, :, :512], k[:, :, :512], v[:, :, :512])
     assert front.output.out.dtype == dtype
     scores = pipeline.scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.3))
     mask = pipeline.selector(scores)
-    with Watch():  # type: ignore[no-untyped-call]
+    with Largest() as made:
         bs.ReferenceExecutor()(q, k, v, mask, asked(mask, 0.3))
-    assert largest <= 512 * 4 * 512 * 8  # one row of logits against kept keys (or its int64 index), in bytes
+    assert made.nbytes <= 512 * 4 * 512 * 8  # one row of logits against kept keys (or its int64 index), in bytes
 
 
 def test_flex_refuses_what_its_cpu_kernel_computes_wrongly() -> None:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.layers.head_groups import AnyPipeline
 from tests import drawn, stages
 from tests.drawn import LAWS, Case, cases
 from tests.machine import GPU
@@ -288,35 +287,6 @@ def test_zeros_have_no_sign(device: str, case: Case) -> None:
     plain = case.pipeline.trace(q.abs(), k.abs(), v.abs(), **case.call)
     assert torch.equal(signed.mask.keep, plain.mask.keep)
     assert torch.equal(signed.output.out, plain.output.out)
-
-
-SIZED: dict[str, Callable[[int], AnyPipeline]] = {
-    "Band": lambda n: pick(bs.Band(n)),
-    "Sink": lambda n: pick(bs.Sink(n)),
-    "LastQueries": lambda n: pick(bs.LastQueries(n)),
-    "LastKeys": lambda n: pick(bs.LastKeys(n)),
-    "TopK": lambda n: pick(bs.TopK(n)),
-    "union": lambda n: pick(bs.Sink(n) | bs.Band(3)),
-    "OnTiles": lambda n: pick(bs.OnTiles(bs.Band(n), 2)),
-    "rescue": lambda n: pick(bs.Refined(bs.TopCdf(0.4), 2) | bs.OnTiles(bs.Sink(n), 2)),
-    "S": lambda n: pick(bs.TopCdf(0.5), bs.SegmentKeySort(64, last_q=n)),
-    "a_shape": lambda n: bs.a_shape(local=n, block=16, executor=bs.ReferenceExecutor()),
-    "tri_shape": lambda n: bs.tri_shape(last=n, block=16, executor=bs.ReferenceExecutor()),
-}
-
-
-def pick(selector: bs.Selector[Any, Any], permuter: bs.Permuter[Any] | None = None) -> AnyPipeline:
-    return bs.Pipeline(permuter or bs.Identity(), bs.MeanPoolScorer(16), selector, bs.ReferenceExecutor())
-
-
-FAR = [2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**40, 10**30]
-
-
-@law(12, 60, cases(), st.sampled_from(list(SIZED)), st.sampled_from(FAR))
-def test_sizes_beyond_the_prompt_are_its_length(device: str, case: Case, name: str, size: int) -> None:
-    q, k, v = case.qkv(device)
-    far, near = (SIZED[name](n).trace(q, k, v, **case.call) for n in (size, sum(q.shape[2:3] + k.shape[2:3])))
-    assert_same_call(far, near)
 
 
 @law(1, 4, cases(dtype="float32", layouts=("plain", "plain", "plain")))

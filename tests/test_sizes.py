@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import blocksparse as bs
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
+from tests.largest import Largest
 
 LONG = 2**20  # all tokens of every prompt here
 FAR = (2**31 - 1, 2**32 + 1, 2**63, 2**70)
@@ -97,21 +97,6 @@ def test_far_is_all(make: Callable[[int], AnyPipeline]) -> None:
             assert torch.equal(got.output.out, want.output.out)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
-        return out
-
-
 MOST = 16384  # tokens of the largest block
 BLOCKS: dict[str, AnyPipeline] = {
     "MeanPoolScorer": pick(HALF, bs.MeanPoolScorer(MOST)),
@@ -138,7 +123,7 @@ def test_a_block_beyond_the_prompt_is_all_of_it(pipeline: AnyPipeline, M: int, N
         permutation = pipeline.permuter(q, k, bs.AttentionSpec(scale=0.5))
         scores = pipeline.scorer(q, k, permutation, bs.AttentionSpec(scale=0.5))
         keep = pipeline.selector(scores).keep
-    assert made.elements <= max(16 * MOST, 4 * max(N, 1024) ** 2)
+    assert made.numbers <= max(16 * MOST, 4 * max(N, 1024) ** 2)
     if scores.grid.k_block == MOST:
         assert bool(keep.all())
         assert keep.shape == (1, 2, 1, 1)

@@ -24,10 +24,6 @@ HUNYUAN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def wan_vace() -> Any:
-    return diffusers.WanVACETransformer3DModel(**WAN, vace_layers=[0], vace_in_channels=8)
-
-
 def wan_vace_given(grid: Grid, batch: int) -> dict[str, Any]:
     T, H, W = grid
     return {**wan_given(grid, batch), "control_hidden_states": drawn(batch, 8, T, 2 * H, 2 * W)}
@@ -60,10 +56,6 @@ def any_flow_given(grid: Grid, batch: int) -> dict[str, Any]:
         "r_timestep": at(batch, 800.0)[:, None].expand(-1, T),
         "encoder_hidden_states": drawn(batch, TEXT, 16),
     }
-
-
-def any_flow() -> Any:
-    return diffusers.AnyFlowTransformer3DModel(**WAN)
 
 
 def cosmos() -> Any:
@@ -147,14 +139,6 @@ def kandinsky_6_given(grid: Grid, batch: int) -> dict[str, Any]:
     }
 
 
-def skyreels() -> Any:
-    return diffusers.SkyReelsV2Transformer3DModel(**WAN)
-
-
-def chrono_edit() -> Any:
-    return diffusers.ChronoEditTransformer3DModel(**WAN)
-
-
 def framepack() -> Any:
     return diffusers.HunyuanVideoFramepackTransformer3DModel(
         **HUNYUAN, num_refiner_layers=1, pooled_projection_dim=8, rope_axes_dim=(4, 4, 8), has_image_proj=True,
@@ -197,10 +181,6 @@ def helios_given(grid: Grid, batch: int) -> dict[str, Any]:
         given[f"indices_latents_history_{name}"] = torch.arange(first, first + frames).expand(batch, -1)
         first += frames
     return {**given, "indices_hidden_states": torch.arange(first, first + T).expand(batch, -1)}
-
-
-def motif_video() -> Any:
-    return diffusers.MotifVideoTransformer3DModel(**HUNYUAN, image_embed_dim=8, rope_axes_dim=(4, 4, 8))
 
 
 def motif_video_given(grid: Grid, batch: int) -> dict[str, Any]:
@@ -296,21 +276,9 @@ def cosmos_3_given(grid: Grid, batch: int) -> dict[str, Any]:
     }
 
 
-def bria() -> Any:
-    return diffusers.BriaTransformer2DModel(**FLUX)
-
-
 def bria_given(grid: Grid, batch: int) -> dict[str, Any]:
     given = flux_given(grid, batch)
     return {name: given[name] for name in given if name not in ("pooled_projections", "guidance")}
-
-
-def longcat_image() -> Any:
-    return diffusers.LongCatImageTransformer2DModel(**FLUX)
-
-
-def ovis_image() -> Any:
-    return diffusers.OvisImageTransformer2DModel(**{**FLUX, "axes_dims_rope": (4, 4, 8)})
 
 
 def chroma() -> Any:
@@ -462,10 +430,10 @@ def ernie_image_given(grid: Grid, batch: int) -> dict[str, Any]:
 
 
 MORE = {
-    "any_flow": Case(any_flow, any_flow_given, 2),
-    "bria": Case(bria, bria_given, 3, image=True),
+    "any_flow": Case(lambda: diffusers.AnyFlowTransformer3DModel(**WAN), any_flow_given, 2),
+    "bria": Case(lambda: diffusers.BriaTransformer2DModel(**FLUX), bria_given, 3, image=True),
     "chroma": Case(chroma, chroma_given, 3, image=True),
-    "chrono_edit": Case(chrono_edit, wan_given, 2),
+    "chrono_edit": Case(lambda: diffusers.ChronoEditTransformer3DModel(**WAN), wan_given, 2),
     "cogview_4": Case(cogview_4, cogview_4_given, 2, image=True),
     "consis_id": Case(consis_id, consis_id_given, 2),
     "cosmos": Case(cosmos, cosmos_given, 2),
@@ -478,14 +446,25 @@ MORE = {
     "kandinsky_5": Case(kandinsky_5, kandinsky_5_given, 1),  # between its blocks it rounds to bfloat16
     "kandinsky_6": Case(kandinsky_6, kandinsky_6_given, 2),
     "krea_2": Case(krea_2, krea_2_given, 2, image=True),
-    "longcat_image": Case(longcat_image, bria_given, 3, image=True),
+    "longcat_image": Case(lambda: diffusers.LongCatImageTransformer2DModel(**FLUX), bria_given, 3, image=True),
     "ltx_2": Case(ltx_2, ltx_2_given, 2),
     "minimax_h3": Case(minimax_h3, minimax_h3_given, 2),
-    "motif_video": Case(motif_video, motif_video_given, 3),
-    "ovis_image": Case(ovis_image, bria_given, 3, image=True),
+    "motif_video": Case(
+        lambda: diffusers.MotifVideoTransformer3DModel(**HUNYUAN, image_embed_dim=8, rope_axes_dim=(4, 4, 8)),
+        motif_video_given,
+        3,
+    ),
+    "ovis_image": Case(
+        lambda: diffusers.OvisImageTransformer2DModel(**{**FLUX, "axes_dims_rope": (4, 4, 8)}),
+        bria_given,
+        3,
+        image=True,
+    ),
     "qwen_image_21": Case(qwen_image_21, qwen_image_21_given, 2, image=True),
-    "skyreels": Case(skyreels, wan_given, 2),
+    "skyreels": Case(lambda: diffusers.SkyReelsV2Transformer3DModel(**WAN), wan_given, 2),
     "wan_animate": Case(wan_animate, wan_animate_given, 2),
-    "wan_vace": Case(wan_vace, wan_vace_given, 3),
+    "wan_vace": Case(
+        lambda: diffusers.WanVACETransformer3DModel(**WAN, vace_layers=[0], vace_in_channels=8), wan_vace_given, 3
+    ),
     "z_image": Case(z_image, z_image_given, 2, image=True),
 }

@@ -29,8 +29,8 @@ from tests.hosts.test_transformers import (
     make,
     tokens,
 )
+from tests.largest import Largest
 from tests.stages import ByReference
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse import (
     AutoExecutor,
@@ -257,22 +257,6 @@ def test_dense_calls_of_several_lengths_share_a_reason() -> None:
         assert all_dense(recorder, reason, calls=3)
 
 
-class _Largest(TorchDispatchMode):
-    """The most numbers that a tensor had."""
-
-    numbers: int = 0
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, Tensor) and x._is_view() is False:
-                self.numbers = max(self.numbers, x.numel())
-        return out
-
-
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mistral", "gemma3"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_dense_attention_holds_a_few_rows_of_logits(
@@ -294,7 +278,7 @@ def test_dense_attention_holds_a_few_rows_of_logits(
         given["attention_mask"][:, :30] = 0
     real = given["attention_mask"].bool() if padded else slice(None)
     expected = model(ids, **given).logits[real]
-    with attached(model, recorder), _Largest() as seen:
+    with attached(model, recorder), Largest() as seen:
         actual = model(ids, **given).logits[real]
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     if name != "gemma3":

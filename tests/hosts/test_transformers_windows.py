@@ -24,7 +24,7 @@ from tests.hosts.test_transformers import (
     make,
     tokens,
 )
-from tests.hosts.test_transformers_models import _Largest
+from tests.largest import Largest
 from transformers.masking_utils import (
     chunked_causal_mask_function,
     sdpa_mask,
@@ -136,7 +136,7 @@ def test_peak_memory_is_flat(name: str, sparse: bool) -> None:
     for length in (256, 512):
         ids = tokens(length)
         schedule = Schedule(pipeline if sparse else None)
-        with attach(model, schedule, min_tokens=16, min_window=16), _Largest() as seen:
+        with attach(model, schedule, min_tokens=16, min_window=16), Largest() as seen:
             actual = model(ids, use_cache=False).last_hidden_state
         torch.testing.assert_close(actual, model(ids, use_cache=False).last_hidden_state, rtol=1e-4, atol=1e-4)
         largest[length] = seen.numbers
