@@ -22,7 +22,7 @@ MORE = {"block_softmax_triton._block_softmax_kernel": 6, "top_cdf_triton._top_cd
 @pytest.mark.slow
 def test_many_lengths_compile_a_kernel_a_handful_of_times() -> None:
     """By what Triton would look at in every launch of every preset, on two kinds of GPU."""
-    lines = [line.split() for line in printed_by("count_variants").splitlines()]
+    lines = [line.split() for line in printed_by("variants", "lengths").splitlines()]
     assert {name for _, name, *_ in lines} >= set(every_preset)
     assert {"sparse_attention_hopper._kernel", "int8_attention_hopper._kernel"} <= {line[2] for line in lines}
     too_many = [line for line in lines if int(line[3]) > MORE.get(line[2], LIMIT)]
@@ -54,6 +54,6 @@ def test_compilations_on_this_gpu(name: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_an_engine_that_is_warm_compiles_nothing() -> None:
     """By what Triton would look at, for chunks of prompts of up to 128K tokens on Hopper."""
-    lines = [line.split() for line in printed_by("warm_variants").splitlines()]
+    lines = [line.split() for line in printed_by("variants", "engine").splitlines()]
     assert [(name, missing) for name, _, missing, *_ in lines] == [("auto", "0"), ("sparge", "0")]
     assert all(int(compiled) > 20 for _, compiled, *_ in lines)
