@@ -268,7 +268,7 @@ def test_which_classes_do_arithmetic_on_masks() -> None:
 
 @pytest.mark.parametrize("name", ["Zamba", "Zamba2"])
 def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
-    model = small_model(name.lower())
+    model = small_model(name.lower()).double()  # its recurrence adds up rounding, more of it on some CPUs
     for schedule in (
         Schedule(DENSE_LIMIT, dense=[0]),
         Schedule(None, layers={1: DENSE_LIMIT}),
