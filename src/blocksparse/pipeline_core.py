@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, final
 
 from attrs import Factory, field, frozen
@@ -14,7 +15,7 @@ from blocksparse.check.validators import a
 from blocksparse.execute.dense_attention import dense_attention, everything
 from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.inputs import UnsupportedError
-from blocksparse.launch.replay import ByValue, is_ours, replayed
+from blocksparse.launch.replay import ByValue, is_ours, owner_of_value, replayed
 from blocksparse.order.permutation import Permutation, Permuter
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import BlockScores, Scorer, scored
@@ -122,6 +123,11 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
                 f"{self.selector!r} looks at others. Give a scorer without 'tau', or a RoutedByDivergence of the "
                 "same 'tau'."
             )
+
+    @cached_property
+    def owner(self) -> object:
+        """Whose the launch graphs are, for `replayed`: with stages of users it takes 0.1 ms to find."""
+        return owner_of_value(self)
 
     @staticmethod
     def of(

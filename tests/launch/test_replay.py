@@ -13,7 +13,7 @@ from typing import Any, ClassVar, final
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -289,6 +289,156 @@ def test_a_stage_that_looks_at_contents_always_runs(at: Callable[[Tensor], float
         q = q * (-1) ** seed
         assert torch.equal(pipeline(q, k, v), quick(selector=Looking(at), replay=False)(q, k, v))
     assert not module.GRAPHS._graphs
+
+
+@final
+@frozen
+class Function:
+    """A value of a user, with a function of PyTorch's functions."""
+
+    replayable: ClassVar[bool] = True
+    of: Callable[..., Tensor]
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.of(x)
+
+
+def _caught(x: Tensor) -> Tensor:
+    try:
+        return x * float(x.sum())
+    except BaseException:
+        return x * 0
+
+
+def _in_a_thread(x: Tensor) -> Tensor:
+    made: list[Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(x * 2))
+    thread.start()
+    thread.join()
+    return made[0] * 2
+
+
+def _with_other_memory(x: Tensor) -> Tensor:
+    y = x * 1
+    y.data = x * 5
+    return y + 1
+
+
+@torch.jit.script
+def _scripted(x: Tensor) -> Tensor:
+    return x * 2 if bool(x.sum() > 0) else x
+
+
+@torch.library.custom_op("blocksparse_tests::by_contents", mutates_args=())
+def _by_contents(x: Tensor, shapes: bool) -> Tensor:
+    if shapes:
+        return x.sum().expand(6 if x[0, 0] > 0 else 1) * 1
+    return x.double() / 3 if x[0, 0] > 0 else x / 3
+
+
+def _turned(x: Tensor) -> Tensor:
+    turned: Tensor = torch.fft.rfft(x).conj()
+    return turned
+
+
+# Of an `x` with entries above 1, which the captured call, the second one, does not have.
+_OF_USERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "conjugated": lambda x: torch.view_as_real(_turned(x).mT @ torch.fft.rfft(x)),
+    "negated": lambda x: _turned(x).imag.clone(),
+    "sparse": lambda x: x.to_sparse().to_dense(),
+    "nested": lambda x: torch.nested.as_nested_tensor([x[:2], x]).to_padded_tensor(0.0),
+    "how many, none as yet": lambda x: x * len((x > 1).nonzero()),
+    "which, none as yet": lambda x: x * x[x > 1].numel(),
+    "a part whose place contents decide": lambda x: x.narrow(0, x[:, 0].argmax().clamp(max=2), 2) * 2,
+    "some rows": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long(), dim=0).sum(0),
+    "a tensor of a tensor's number": lambda x: x + torch.tensor([x.sum(), 1.0], device=x.device).sum(),
+    "other memory": _with_other_memory,
+    "a refusal that is caught": _caught,
+    "a refusal in TorchScript": _scripted,
+    "another thread": _in_a_thread,
+    "an op whose shape contents decide": lambda x: x + _by_contents(x, True),
+    "an op whose dtype contents decide": lambda x: _by_contents(x, False) * 2,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("what", _OF_USERS)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_functions_of_users_do(what: str, mode: Callable[[], Any], device: str) -> None:
+    """Replayed or not, a call gives what the function gives."""
+    function = _OF_USERS[what]
+    with mode():
+        for seed in (0, 1, *range(2, 10)):
+            x = x_of(seed, device)
+            x = x.clamp(max=1) if seed < 2 else x
+            given, expected = replayed(Function(function).run, x), function(x)
+            assert (given.shape, given.dtype) == (expected.shape, expected.dtype)
+            assert torch.equal(given, expected)
+
+
+def test_the_default_dtype_is_part_of_a_call(device: str) -> None:
+    def run(x: Tensor) -> Tensor:
+        return torch.empty(2, device=x.device).fill_(1 / 3) + torch.arange(2, device=x.device) / 3
+
+    x = x_of(1, device)
+    for dtype in (torch.float32, torch.float64) * 3:
+        torch.set_default_dtype(dtype)
+        try:
+            given, expected = replayed(Function(run).run, x), run(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert given.dtype == dtype
+        assert torch.equal(given, expected)
+
+
+@final
+@frozen
+class Power(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A stage of a user whose equality sees neither types nor all fields."""
+
+    replayable = True
+    by: float
+    most: int = field(default=1, eq=False)
+    of: float = field(default=1.0, eq=abs)
+    twice: int = field(init=False, eq=False, default=Factory(lambda self: 2 * self.most, takes_self=True))
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        whole = torch.full((1,), 3, device=scores.values.device) * self.by
+        most = self.twice - self.most if self.of > 0 else 3
+        return bs.TopK(most + (not whole.is_floating_point()))(scores)
+
+
+def test_stages_of_users_that_differ_share_nothing(device: str) -> None:
+    """Also where their own equality takes them for one."""
+    stages = [(Power(2), 2), (Power(2.0), 1), (Power(2.0, 2), 2), (Power(2.0, 1, -1.0), 3)]
+    assert len({stage for stage, _ in stages}) == 1
+    for seed in range(4):
+        call = inputs(seed, device)
+        for stage, k in stages:
+            expected = quick(selector=bs.TopK(k), replay=False)(*call)
+            assert torch.equal(quick(selector=stage)(*call), expected)
+    assert len(module.GRAPHS._graphs) == 4
+
+
+@final
+@frozen
+class Ending(bs.Scorer[bs.Permutation, bs.BlockMass]):
+    """A scorer of a user that looks at how far a prompt goes on."""
+
+    replayable = True
+    inner: bs.Scorer[Any, bs.BlockMass]
+
+    def __call__(self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec) -> bs.BlockMass:
+        mass = self.inner(q, k, permutation, spec)
+        return bs.BlockMass(mass.values ** (1 if spec.remaining > 20 else 8), mass.grid)
+
+
+def test_a_stage_of_a_user_may_look_at_what_remains(device: str) -> None:
+    pipeline, call = quick(selector=bs.RowShare(0.9), scorer=Ending(quick().scorer)), inputs(1, device)
+    few, many = (evolve(pipeline, replay=False)(*call, remaining=x) for x in (5, 30))
+    assert not torch.equal(few, many)
+    for remaining, expected in ((5, few), (30, many)) * 3:
+        assert torch.equal(pipeline(*call, remaining=remaining), expected)
 
 
 def test_a_class_that_only_inherits_its_equality_always_runs(device: str) -> None:

@@ -151,7 +151,9 @@ class Stage:
     Attributes:
         replayable: whether calls on a GPU may be replayed without the Python of this stage, as `Pipeline` says. It
             is for stages of users. True promises that the class is a frozen one of attrs, that its Python looks at
-            no contents of tensors, and that it launches only PyTorch's functions and kernels of this library.
+            no contents of tensors, and that it launches only PyTorch's functions, none compiled by torch.compile,
+            and kernels of this library. It makes all of its tensors from those that it gets, by these functions:
+            a stage that takes one from elsewhere, `torch.tensor` included, runs in each call.
     """
 
     replayable: ClassVar[bool] = False

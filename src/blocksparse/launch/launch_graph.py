@@ -6,8 +6,9 @@ within its buffers, and launches of our own kernels, which report themselves. A 
 the call allocates. A call that does anything else with a tensor than to view it cannot be captured, unless stages
 of users may run PyTorch's functions: each is then run again, and copies its results into buffers. So most
 arguments are captured as a buffer and an offset in bytes. An argument that was there before the call, such as a
-weight, is captured itself. The capture knows the first and the last use of each buffer, so that a `LaunchGraph`
-allocates all of them at once, except the result.
+weight, is captured itself; not if stages of users run, which may get a tensor from code that is not seen. The
+capture knows the first and the last use of each buffer, so that a `LaunchGraph` allocates all of them at once,
+except the result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextvars import ContextVar
 from functools import partial
 from operator import add, itemgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -111,46 +112,63 @@ class LaunchCapture(TorchDispatchMode):
 
     Args:
         functions: whether PyTorch's functions may run, if the shapes of results follow from those of arguments.
+
+    Attributes:
+        refused: whether it raised. Code in between may have caught that, or have raised another error for it.
     """
 
     def __init__(self, inputs: Sequence[Tensor], *, functions: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._functions = functions
+        self.refused = False
         self._inputs = len(inputs)
         self._steps: list[tuple[Callable[..., object], Make]] = []
         self._values: list[Any] = []
         self._addresses: dict[tuple[int, int], int] = {}  # a value's index, by buffer and offset in bytes
         self._made: dict[int, Make] = {}
         self._used: dict[int, tuple[int, int]] = {}  # by buffer, the first and the last step that uses it
-        self._buffers = [*inputs]  # held until the end, so that no address stands for two of them
+        # Held until the end, so that no address stands for two of them; apart from tensors that get other memory.
+        self._buffers = [x.detach() for x in inputs]
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        steady = self._functions and _BY_CONTENTS.isdisjoint(func.tags) and not _tensors(kwargs)
+        if not _BY_CONTENTS.isdisjoint(func.tags):  # an empty result tells as much as another one
+            self.refuse(f"{func} runs")
+        with self:  # in inference mode, functions made of others come whole, without tags of what those do
+            if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return parts
+        steady = self._functions and not _tensors(kwargs)
         if mutable := func._schema.is_mutable:
             in_place = func in _IN_PLACE or (steady and not kwargs)
             if not in_place or not all(map(self._where, _tensors(args))):
-                raise CaptureError(f"{func} runs")
+                self.refuse(f"{func} runs")
             self.launched(func, args, as_views=True)
         out = func(*args, **kwargs)
+        if not all(map(_is_plain, _tensors((args, out)))):
+            self.refuse(f"{func} gives or takes what is not a plain tensor")
         if func.overloadpacket in _ALLOCATE:
             self._hold(func, [out])
         elif not mutable and not self._are_views(args, out):
             made = tree_leaves(out)
             if not steady or not made or len(_tensors(out)) < len(made) or self._shares_memory(args, made):
-                raise CaptureError(f"{func} runs")
+                self.refuse(f"{func} runs")
             self._hold(func, made)
             self.launched(partial(_computed, func, len(made), kwargs), (*made, *args), as_views=True)
         return out
 
+    def refuse(self, because: str) -> NoReturn:
+        """End the capture."""
+        self.refused = True
+        raise CaptureError(because)
+
     def _hold(self, func: OpOverload, made: Sequence[Tensor]) -> None:
         """Keep new memory as buffers."""
-        self._buffers += [x for x in made if x.numel()]
+        self._buffers += [x.detach() for x in made if x.numel()]
         held = sum(x.untyped_storage().nbytes() for x in self._buffers[self._inputs :])
         if held > _MOST_BYTES or any(x.device != self._buffers[0].device for x in made):
-            raise CaptureError(f"{func} gives memory elsewhere, or too much")
+            self.refuse(f"{func} gives memory elsewhere, or too much")
 
     def _are_views(self, args: tuple[Any, ...], out: Any) -> bool:
         """Whether an operation gave tensors without separate memory; or it asked for none."""
@@ -178,6 +196,8 @@ class LaunchCapture(TorchDispatchMode):
         if (where := self._where(base)) is None:
             if isinstance(x, Tensor) and not x.numel():  # a view would keep what it was taken from
                 x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            elif isinstance(base, Tensor) and self._functions:
+                self.refuse("a tensor comes from elsewhere")
             return self._add(x)
         first, _ = self._used.get(where[0], (len(self._steps), 0))
         self._used[where[0]] = first, len(self._steps)
@@ -203,8 +223,8 @@ class LaunchCapture(TorchDispatchMode):
 
     def graph(self, result: Any) -> LaunchGraph:
         """The graph of the call, which returned `result`."""
-        if (where := self._where(result)) is None:
-            raise CaptureError("the result was there before the call")
+        if self.refused or (where := self._where(result)) is None:
+            self.refuse("the result was there before the call, or an earlier refusal was caught")
         index, buffer, like = self._value(result, as_view=True), where[0], self._buffers[where[0]]
         new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
         shared = [x for x in self._used if x >= self._inputs and x != buffer]
@@ -228,8 +248,8 @@ current_capture: ContextVar[LaunchCapture | None] = ContextVar("current_capture"
 
 def refuse_capture(because: str) -> None:
     """End the capture, if there is one: something runs which it does not see, or must not leave out."""
-    if current_capture.get() is not None:
-        raise CaptureError(because)
+    if (capture := current_capture.get()) is not None:
+        capture.refuse(because)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -238,9 +258,24 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _computed(func: OpOverload, count: int, kwargs: dict[str, Any], *values: Any) -> None:
-    """Run a function on all but the first `count` values, and copy its results into these."""
+    """Run a function on all but the first `count` values, and copy its results into these.
+
+    Raises:
+        CaptureError: contents or switches of PyTorch decide a shape or dtype.
+    """
     for into, x in zip(values[:count], tree_leaves(func(*values[count:], **kwargs)), strict=True):
+        if (x.shape, x.dtype) != (into.shape, into.dtype):
+            raise CaptureError(f"{func} gives another shape or dtype than before")
         into.copy_(x)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a view of memory says all about a tensor: none that is sparse, conjugated or of a subclass."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and x.layout is torch.strided
+        and not (x.is_nested or x.is_quantized or x.is_conj() or x.is_neg())
+    )
 
 
 def _address(x: Tensor) -> int:

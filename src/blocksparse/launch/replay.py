@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any, Generic, TypeVar, final
 
@@ -121,35 +121,57 @@ _OWNERS: ByValue[object] = ByValue(512)
 
 
 def owner_of(run: Callable[..., Any]) -> object:
-    """The owner of a function: itself, or the value that it is a method of, one object for all that are equal.
-
-    It is None where that value has no hash, or holds what is not `is_ours`.
-    """
+    """The owner of a function: itself, or of a method the `owner` of its value, or else `owner_of_value`."""
     value = getattr(run, "__self__", None)
-    return run if value is None else _OWNERS.find(value, object)
+    if value is None:
+        return run
+    return value.owner if hasattr(value, "owner") else owner_of_value(value)
 
 
-def is_ours(value: object, *, replayable: bool = True) -> bool:
+def owner_of_value(value: object) -> object:
+    """One object, or equal ones, for all values that run alike.
+
+    It is None where a value has no hash, or holds what is neither `is_ours` nor `replayable`.
+    """
+    return _OWNERS.find(value, object) or _spelled(value)
+
+
+def is_ours(value: object) -> bool:
     """Whether a value and all that it holds are of this library, of PyTorch, or plain, and none is a tensor.
 
     No new value is equal to one that holds a tensor: to remember it would only keep the tensor's memory.
-
-    Args:
-        replayable: whether stages of users that are `replayable` count as ours. Their class must be one of attrs
-            by itself, since one that only inherits its equality may hold more than it compares.
     """
     if isinstance(value, tuple):
-        return all(is_ours(each, replayable=replayable) for each in value)
-    if isinstance(value, Tensor):
-        return False
+        return all(map(is_ours, value))
     kind = type(value)
-    if kind.__module__.partition(".")[0] not in (__name__.partition(".")[0], "torch", "builtins") and not (
-        replayable and getattr(kind, "replayable", False) is True and "__attrs_attrs__" in vars(kind)
-    ):
+    if isinstance(value, Tensor) or not _is_known(kind):
         return False
-    return not has(kind) or all(
-        is_ours(getattr(value, field.name), replayable=replayable) for field in fields(kind) if field.init
-    )
+    return not has(kind) or all(is_ours(getattr(value, field.name)) for field in fields(kind) if field.init)
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in (__name__.partition(".")[0], "torch", "builtins")
+
+
+def _spelled(value: object) -> Key | None:
+    """A value with `replayable` stages of users as all of their fields, so that none that differ are equal.
+
+    Their own equality may leave out fields or see no types: 2 == 2.0. It is None if the value holds anything else
+    that is not `is_ours`, or that has no hash. The class of a stage must be one of attrs by itself, since one that
+    only inherits its fields may hold more.
+    """
+    kind: Any = type(value)
+    ours = _is_known(kind)
+    if isinstance(value, tuple):
+        held: Iterable[object] = value
+    elif ours and not has(kind):
+        return None if isinstance(value, Tensor) or kind.__hash__ is None else (kind, value)
+    elif ours or (getattr(kind, "replayable", False) is True and "__attrs_attrs__" in vars(kind)):
+        held = [getattr(value, field.name) for field in fields(kind) if field.eq or not ours]
+    else:
+        return None
+    parts = [_spelled(each) for each in held]
+    return None if None in parts else (kind, *parts)
 
 
 Result = TypeVar("Result")
@@ -190,11 +212,15 @@ def replayed(run: Callable[..., Result], *args: Any) -> Result:
 def _captured(key: Key, run: Callable[..., Result], tensors: tuple[Tensor, ...], args: tuple[Any, ...]) -> Result:
     """Run a call, and keep its graph."""
     GRAPHS.exclude(key)  # unless it succeeds
-    capture = LaunchCapture(tensors, functions=not is_ours(getattr(run, "__self__", None), replayable=False))
+    capture = LaunchCapture(tensors, functions=not is_ours(getattr(run, "__self__", None)))
     before = current_capture.set(capture)
     try:
         with capture:
             out = run(*args)
+    except Exception as error:
+        if capture.refused:  # TorchScript gives an error of its own for that
+            raise CaptureError(str(error)) from error
+        raise
     finally:
         current_capture.reset(before)
     GRAPHS.put(key, capture.graph(out))
@@ -210,7 +236,7 @@ def _key(run: Callable[..., Any], tensors: tuple[Tensor, ...], args: tuple[Any, 
         return None  # something stands between calls of PyTorch and what they do
     if torch.cuda.is_current_stream_capturing() or (owner := owner_of(run)) is None:
         return None
-    parts: list[object] = [owner, first.device]
+    parts: list[object] = [owner, first.device, torch.get_default_dtype()]
     begins: list[Any] = []  # of the memory of each tensor
     for x in args:
         if not isinstance(x, Tensor):
