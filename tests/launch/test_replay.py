@@ -318,6 +318,10 @@ def _in_a_thread(x: Tensor) -> Tensor:
     return made[0] * 2
 
 
+def _seeded(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
 def _with_other_memory(x: Tensor) -> Tensor:
     y = x * 1
     y.data = x * 5
@@ -352,6 +356,7 @@ _OF_USERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a part whose place contents decide": lambda x: x.narrow(0, x[:, 0].argmax().clamp(max=2), 2) * 2,
     "some rows": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long(), dim=0).sum(0),
     "a tensor of a tensor's number": lambda x: x + torch.tensor([x.sum(), 1.0], device=x.device).sum(),
+    "numbers of a seed": lambda x: x + torch.rand(6, generator=_seeded(x.device), device=x.device),
     "other memory": _with_other_memory,
     "a refusal that is caught": _caught,
     "a refusal in TorchScript": _scripted,

@@ -62,8 +62,12 @@ _ALLOCATE = {
     torch.ops.aten.new_empty_strided,
 }  # fmt: skip
 _IN_PLACE = {torch.ops.aten.zero_.default, torch.ops.aten.copy_.default}
-# Of functions that look at contents for a number or a shape, or that change what a tensor is.
-_BY_CONTENTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+# Of functions that look at contents for a number or a shape, that change what a tensor is, or that draw from a
+# generator: Python may have seeded it for this call.
+_UNSTEADY = {
+    torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
+    torch.Tag.nondeterministic_seeded,
+}  # fmt: skip
 
 Make = Callable[[list[Any]], Any]
 """Makes a value, or the tuple of a launch's arguments, of the values before it and of memory."""
@@ -134,7 +138,7 @@ class LaunchCapture(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _BY_CONTENTS.isdisjoint(func.tags):  # an empty result tells as much as another one
+        if not _UNSTEADY.isdisjoint(func.tags):  # an empty result tells as much as another one
             self.refuse(f"{func} runs")
         with self:  # in inference mode, functions made of others come whole, without tags of what those do
             if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
