@@ -2,9 +2,10 @@
 
 A page shows a table of `docs/evidence/results` between `<!-- table NAME -->` and `<!-- end of table -->`. A figure
 elsewhere is followed by where it stands, the row by its first cells: `4.8<!-- NAME; ROW; COLUMN -->`. A speedup is
-written `1.5x`, and an interval `-1.2 (-3.4 to +1.0)`, or without its mean. This rewrites all of them in README and
-docs, rounding a figure as the page does, and draws the charts of these tables. Between `<!-- pages -->` and
-`<!-- end of pages -->` stands every page of the evidence. A test holds that nothing is left to rewrite.
+written `1.5x`, a share `60 %`, and an interval `-1.2 (-3.4 to +1.0)`, or without its mean. This rewrites all of
+them in README and docs, rounding a figure as the page does, and draws the charts of these tables. Between
+`<!-- pages -->` and `<!-- end of pages -->` stands every page of the evidence. A test holds that nothing is left
+to rewrite.
 """
 
 from __future__ import annotations
@@ -21,14 +22,23 @@ ROOT = Path(__file__).parents[1]
 PAGES = re.compile(r"(?<=<!-- pages -->\n).*?(?=<!-- end of pages -->)", re.DOTALL)
 GROUP = re.compile(r"^      - (?P<name>[^:]+):\n(?P<pages>(?: {10}- .*\n)+)", re.MULTILINE)
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[\w-]+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
+MARK = r"(?<!`)<!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->"
 FIGURE = re.compile(
     r"(?P<shown>(?:[-+][\d.]+ )?\([-+][\d.]+ to [-+][\d.]+\)|[\d.]+x?)"
-    r"(?P<where><!-- (?P<name>[\w-]+); (?P<row>[^;>]+); (?P<column>[^;>]+) -->)"
+    rf"(?P<where>(?:\s%)?{MARK})"
 )
 
 
 def rewritten(text: str, page: Path) -> str:
-    """The text of a page with every table and every figure from its results."""
+    """The text of a page with every table and every figure from its results.
+
+    Raises:
+        ValueError: what stands before a mark is no figure, which would not be rewritten.
+    """
+    ends = {found.end() for found in FIGURE.finditer(text)}
+    for mark in re.finditer(MARK, text):
+        if mark.end() not in ends:
+            raise ValueError(f"{page.name}: write a figure before {mark[0]!r}, as 4.8, 1.5x, 60 % or (-1 to +2).")
 
     def table(found: re.Match[str]) -> str:
         link = Path(os.path.relpath(RESULTS / f"{found['name']}.json", page.parent)).as_posix()

@@ -340,6 +340,10 @@ def test_a_figure_that_differs_is_rewritten() -> None:
     mean = "<!-- vllm-tasks; 32K, auto(); tasks, from unmodified vLLM -->"
     assert rewritten(f"-9.0 (-1.5 to +1.5){mean}", ROOT / "README.md") == f"+1.0 (-1.8 to +3.9){mean}"
     assert rewritten(f"7.1x{where}", ROOT / "README.md") == f"2.7x{where}"
+    assert rewritten(f"7.1\n%{where}", ROOT / "README.md") == f"2.7\n%{where}"
+    for shown in ("", "(0 to +1)", "-1 points"):
+        with pytest.raises(ValueError, match=r"README\.md: write a figure before"):
+            rewritten(shown + where, ROOT / "README.md")
     with pytest.raises(KeyError, match="12K"):
         rewritten("7<!-- whole-model; 12K; speedup -->", ROOT / "README.md")
 
