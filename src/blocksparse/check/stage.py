@@ -153,7 +153,8 @@ class Stage:
             is for stages of users. True promises that the class is a frozen one of attrs, that its Python looks at
             no contents of tensors, and that it launches only PyTorch's functions, none compiled by torch.compile,
             and kernels of this library. It makes all of its tensors from those that it gets, by these functions:
-            a stage that takes one from elsewhere, `torch.tensor` included, runs in each call.
+            a stage that takes one from elsewhere, `torch.tensor` included, or draws random numbers, runs in each
+            call.
     """
 
     replayable: ClassVar[bool] = False
