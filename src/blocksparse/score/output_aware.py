@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import lcm
 from typing import final
 
 import torch
@@ -10,10 +9,9 @@ from attrs import field, frozen
 from torch import Tensor
 
 from blocksparse.check.validators import Rule, block_size, is_real, maybe_whole, multiple, optional, real, whole
-from blocksparse.grid import Grid
 from blocksparse.kernels.gemm.products import block_products, strided_view, wide_dtype
 from blocksparse.order.permutation import GlobalPermutation
-from blocksparse.score.scorer import BlockLogits, ValueScorer
+from blocksparse.score.scorer import BlockLogits, InBlocks, ValueScorer
 from blocksparse.spec import AttentionSpec
 
 _LEAST = 1e-6  # added to lengths and to their deviation, as in the released code
@@ -27,7 +25,7 @@ mean_and_deviation = Rule(
 
 @final
 @frozen(cache_hash=True)
-class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
+class OutputAwareScorer(InBlocks, ValueScorer[GlobalPermutation, BlockLogits]):
     """The mean logit on the antidiagonals of a block's cells, and a bonus for keys with long values (Stem).
 
     A cell is `stride` x `stride` pairs, sampled at query `stride - 1 - r` and key `r`. Since that mean is linear,
@@ -58,7 +56,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
     def with_values(
         self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, spec: AttentionSpec
     ) -> BlockLogits:
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+        grid = self.grid(q, k, permutation, spec)
         queries = _by_slot(permutation.gather_queries(q), grid.q_block, self.stride, grid.q_lead)
         keys = _by_slot(permutation.gather_keys(k), grid.k_block, self.stride, 0)
         logits = block_products(queries.flip(3).flatten(3), keys.flatten(3), grid) * (spec.scale / self.stride)
@@ -88,7 +86,7 @@ class OutputAwareScorer(ValueScorer[GlobalPermutation, BlockLogits]):
                 "'OutputAwareScorer' without 'lengths' measures the values of all keys, and a part has only those "
                 "up to its end. Give them."
             )
-        return lcm(self.block, self.k_block or 1)
+        return super().alignment(causal)
 
 
 def _by_slot(x: Tensor, block: int, stride: int, lead: int) -> Tensor:

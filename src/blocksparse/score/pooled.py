@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from math import lcm
 from numbers import Real
 from typing import Literal, final
 
@@ -38,13 +37,21 @@ from blocksparse.kernels.score.block_mean import block_mean, block_means
 from blocksparse.kernels.score.block_softmax import block_softmax, prefix_softmax
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.score.key_history import KeyHistory
-from blocksparse.score.scorer import BlockLogits, BlockMass, Scorer, ScorerTraits, own_segment, segment_of
+from blocksparse.score.scorer import (
+    BlockLogits,
+    BlockMass,
+    InBlocks,
+    Scorer,
+    ScorerTraits,
+    own_segment,
+    segment_of,
+)
 from blocksparse.spec import AttentionSpec
 
 
 @final
 @frozen(cache_hash=True)
-class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
+class MeanPoolScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the product of a block's mean query and mean key (PBS-Attn, appendix B.1).
 
     In a causal call, after a permuter that keeps keys inside segments of whole blocks, such as `SegmentKeySort`,
@@ -57,8 +64,6 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             PBS-Attn code does. By default the mean is over the tokens that exist.
     """
 
-    block: int = field(default=128, converter=whole, validator=block_size)
-    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
     traits = ScorerTraits(history=True)
@@ -71,7 +76,7 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         spec: AttentionSpec,
         history: KeyHistory | None = None,
     ) -> BlockMass:
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+        grid = self.grid(q, k, permutation, spec)
         pooled_q, pooled_k = self._means(q, k, permutation, grid, history)
         logits, segment = block_products(pooled_q, pooled_k, grid), segment_of(permutation, grid)
         mass, forced = block_softmax(logits, grid, scale=spec.scale, segment=segment)
@@ -96,16 +101,13 @@ class MeanPoolScorer(Scorer[GlobalPermutation, BlockMass]):
             k_index=permutation.key_slots,
         )
 
-    def alignment(self, causal: bool) -> int:
-        return lcm(self.block, self.k_block or 1)
-
 
 Variance = Literal["exact", "diagonal"]
 
 
 @final
 @frozen(cache_hash=True)
-class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
+class MeanLogitScorer(InBlocks, Scorer[GlobalPermutation, BlockLogits]):
     """The logit of a block's mean query and mean key: the mean logit of all pairs of the block.
 
     `MeanPoolScorer` takes a softmax of these over a row. Without it, logits can be compared with their mean and
@@ -124,7 +126,7 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
     variance: Variance = field(default="exact", validator=one_of("exact", "diagonal"), kw_only=True)
 
     def __call__(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec) -> BlockLogits:
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+        grid = self.grid(q, k, permutation, spec)
         queries, keys = block_means(
             q,
             k,
@@ -137,9 +139,6 @@ class MeanLogitScorer(Scorer[GlobalPermutation, BlockLogits]):
         logits = block_products(queries, keys, grid) * spec.scale
         variance = None if self.variance == "exact" else _diagonal(queries * spec.scale, keys, grid)
         return BlockLogits(logits.masked_fill(~grid.visible, float("-inf")), grid, variance=variance)
-
-    def alignment(self, causal: bool) -> int:
-        return lcm(self.block, self.k_block or 1)
 
 
 def _diagonal(queries: Tensor, keys: Tensor, grid: Grid) -> Tensor:
@@ -171,7 +170,7 @@ part_of_all = Rule(
 
 @final
 @frozen(cache_hash=True)
-class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
+class RotaryBandScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the product of a block's mean query and mean key, over some pairs of channels.
 
     Rotary embeddings turn channel `i` with channel `i + D / 2`, the first pairs fastest. The means of fast pairs
@@ -215,7 +214,7 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
         if D % 2:
             raise ValueError(f"'RotaryBandScorer' needs pairs of channels, and the head dim is odd: {D}")
         first, end = math.floor(self.band[0] * (D // 2)), math.ceil(self.band[1] * (D // 2))
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+        grid = self.grid(q, k, permutation, spec)
         queries = block_mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows, D]
         if history is None:
             keys = block_mean(k, grid.k_block, index=permutation.key_slots)  # [B, H, cols, D]
@@ -232,7 +231,7 @@ class RotaryBandScorer(Scorer[GlobalPermutation, BlockMass]):
             raise ValueError(
                 "'RotaryBandScorer' without 'temperature' measures it over all blocks of a call. Give one."
             )
-        return lcm(self.block, self.k_block or 1)
+        return super().alignment(causal)
 
 
 _SCORES_AT_ONCE = 1 << 24
@@ -240,7 +239,7 @@ _SCORES_AT_ONCE = 1 << 24
 
 @final
 @frozen(cache_hash=True)
-class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
+class PrefixOrderScorer(InBlocks, Scorer[Permutation, BlockMass]):
     """Softmax of `<mean query of the group, key>` over the keys before the group, summed by block.
 
     `GlobalIndexMap` sorts single keys by the same products (S2O, eq. 2). Here they are scaled and get a softmax,
@@ -253,11 +252,8 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
         k_block: slots per key block.
     """
 
-    block: int = field(default=128, converter=whole, validator=block_size)
-    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
-
     def __call__(self, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec) -> BlockMass:
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+        grid = self.grid(q, k, permutation, spec)
         N, group = k.shape[2], permutation.group
         if group is not None:
             offset = N - q.shape[2] if spec.causal else 0
@@ -265,7 +261,7 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
             seen = (offset // group + torch.arange(mean.shape[2], device=q.device)).view(1, 1, -1, 1) * group
             first = seen.clamp_min(offset)
         else:
-            mean = block_mean(_in_slots(q, permutation.q_index), self.block, lead=grid.q_lead)
+            mean = block_mean(permutation.gather_queries(q), self.block, lead=grid.q_lead)
             seen, first = grid.q_last + 1, grid.q_first  # [B|1, H|1, rows, 1]
         if not spec.causal:
             seen = torch.full_like(seen, N)
@@ -297,10 +293,3 @@ class PrefixOrderScorer(Scorer[Permutation, BlockMass]):
             mass = mass.gather(-1, part.clamp_min(0)).masked_fill(part < 0, 0.0)
             parts.append(mass.unflatten(-1, (-1, grid.k_block)).sum(-1))
         return torch.cat(parts, dim=2)
-
-    def alignment(self, causal: bool) -> int:
-        return lcm(self.block, self.k_block or 1)
-
-
-def _in_slots(q: Tensor, q_index: Tensor | None) -> Tensor:
-    return q if q_index is None else q.gather(2, q_index.long().unsqueeze(-1).expand(q.shape))

@@ -144,6 +144,21 @@ class ValueScorer(Scorer[PermutationT_contra, ScoresT_co]):
         )
 
 
+@frozen
+class InBlocks:
+    """What scorers share that have the fields `block` and `k_block`; `k_block` is as long as `block` if None."""
+
+    block: int = field(default=128, converter=whole, validator=block_size)
+    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
+
+    def grid(self, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec) -> Grid:
+        """The blocks of a call of `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`."""
+        return Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+
+    def alignment(self, causal: bool) -> int:
+        return lcm(self.block, self.k_block or 1)
+
+
 def scored(
     scorer: Scorer[PermutationT_contra, ScoresT_co],
     q: Tensor,
@@ -192,7 +207,7 @@ def visibility_of(cells: Grid) -> dict[str, Tensor]:
 
 @final
 @frozen(cache_hash=True)
-class NoScorer(Scorer[Permutation, BlockScores]):
+class NoScorer(InBlocks, Scorer[Permutation, BlockScores]):
     """Zeros that take no memory: blocks differ by position alone, and ties go to the lower column.
 
     If each query group has its own order of the keys (`GlobalIndexMap`), the blocks of the same segment are
@@ -203,13 +218,7 @@ class NoScorer(Scorer[Permutation, BlockScores]):
         k_block: slots per key block.
     """
 
-    block: int = field(default=128, converter=whole, validator=block_size)
-    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
-
     def __call__(self, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec) -> BlockScores:
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+        grid = self.grid(q, k, permutation, spec)
         zeros = q.new_empty((), dtype=torch.float32).zero_().expand(*q.shape[:2], grid.rows, grid.cols)
         return BlockScores(zeros, grid, own_segment(grid, permutation.group))
-
-    def alignment(self, causal: bool) -> int:
-        return lcm(self.block, self.k_block or 1)

@@ -11,7 +11,6 @@ FlattenMaxPoolScorer   Products of groups of queries with groups of keys; a bloc
 from __future__ import annotations
 
 from functools import partial
-from math import lcm
 from typing import Any, Literal, final
 
 from attrs import field, frozen
@@ -27,7 +26,15 @@ from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.kernels.score.strided_means import group_max, strided_mean, strided_means
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
-from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits, own_segment, segment_of, visibility_of
+from blocksparse.score.scorer import (
+    BlockMass,
+    InBlocks,
+    Scorer,
+    ScorerTraits,
+    own_segment,
+    segment_of,
+    visibility_of,
+)
 from blocksparse.spec import AttentionSpec
 
 Pattern = Literal["antidiagonal", "slash", "sum"]
@@ -35,7 +42,7 @@ Pattern = Literal["antidiagonal", "slash", "sum"]
 
 @final
 @frozen(cache_hash=True)
-class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
+class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     """Mass of a block: what its cells of `stride` x `stride` pairs hold in a softmax over cells (XAttention).
 
     The logit of a cell is the mean logit of the pairs on its antidiagonal, query slot `stride - 1 - r` with key
@@ -86,8 +93,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         spec: AttentionSpec,
         history: KeyHistory | None = None,
     ) -> BlockMass:
-        k_block = self.k_block or self.block
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
+        grid = self.grid(q, k, permutation, spec)
         offset = k.shape[2] - q.shape[2] if spec.causal else 0
         lead, slots, weight = offset % self.stride, self.stride, spec.scale / self.stride
         segment = None if self.forced else segment_of(permutation, grid)
@@ -97,7 +103,7 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
             lead, slots, weight = 0, 1, spec.scale
         else:
             queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
-        high, wide = self.block // self.stride, k_block // self.stride
+        high, wide = grid.q_block // self.stride, grid.k_block // self.stride
         mass = strided_mass(
             queries,
             keys,
@@ -138,9 +144,6 @@ class AntidiagonalScorer(Scorer[GlobalPermutation, BlockMass]):
         counted: Tensor = keep_visible(None, grid, always=AlwaysKept(first=1), diagonal=True)
         return counted
 
-    def alignment(self, causal: bool) -> int:
-        return lcm(self.block, self.k_block or 1)
-
 
 def _cell_visibility(
     q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, grid: Grid, stride: int
@@ -158,7 +161,7 @@ def _cell_visibility(
 
 @final
 @frozen(cache_hash=True)
-class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
+class QueryRowsScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     """Sums over the queries of a row of blocks of `exp(q . mean key)`, as shares of the row's total.
 
     A query counts for a block if it may see the block's last token, so that no mean holds keys of its future. In
@@ -172,9 +175,6 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
         k_block: slots per key block.
     """
 
-    block: int = field(default=128, converter=whole, validator=block_size)
-    k_block: int | None = field(default=None, converter=maybe_whole, validator=optional(block_size), kw_only=True)
-
     traits = ScorerTraits(history=True)
 
     def __call__(
@@ -185,12 +185,11 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
         spec: AttentionSpec,
         history: KeyHistory | None = None,
     ) -> BlockMass:
-        k_block = self.k_block or self.block
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
+        grid = self.grid(q, k, permutation, spec)
         if history is None:
-            keys = strided_mean(k, k_block, index=permutation.key_slots)  # [B, H, cols, D]
+            keys = strided_mean(k, grid.k_block, index=permutation.key_slots)  # [B, H, cols, D]
         else:
-            keys = history.blocks("cell", k, permutation, k_block, partial(strided_mean, slots=k_block))
+            keys = history.blocks("cell", k, permutation, grid.k_block, partial(strided_mean, slots=grid.k_block))
         mass = strided_mass(
             permutation.gather_queries(q),
             keys,
@@ -202,9 +201,6 @@ class QueryRowsScorer(Scorer[GlobalPermutation, BlockMass]):
             joint=True,
         )
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
-
-    def alignment(self, causal: bool) -> int:
-        return lcm(self.block, self.k_block or 1)
 
 
 def _row_visibility(grid: Grid) -> dict[str, Any]:
@@ -221,7 +217,7 @@ def _row_visibility(grid: Grid) -> dict[str, Any]:
 
 @final
 @frozen(cache_hash=True)
-class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
+class FlattenMaxPoolScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     """Softmax over key blocks of the best product of two token groups (BFLA, eq. 3 to 9).
 
     A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their slots `t`: the
@@ -254,14 +250,13 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         multiple("k_block", self.k_block, "g", self.g)
 
     def __call__(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec) -> BlockMass:
-        k_block = self.k_block or self.block
-        grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=k_block)
+        grid = self.grid(q, k, permutation, spec)
         visible: dict[str, Any] = {}
         if spec.causal and (permutation.q_index is not None or permutation.k_index is not None):
             visible = visibility_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
         elif grid.window is not None:
             visible["behind"] = strides_behind(grid.window, self.g)
-        high, wide = self.block // self.g, k_block // self.g
+        high, wide = grid.q_block // self.g, grid.k_block // self.g
         best = group_max(
             permutation.gather_queries(q),
             permutation.gather_keys(k),
@@ -271,6 +266,3 @@ class FlattenMaxPoolScorer(Scorer[GlobalPermutation, BlockMass]):
         )
         mass, _ = block_softmax(best, grid, scale=spec.scale)
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
-
-    def alignment(self, causal: bool) -> int:
-        return lcm(self.block, self.k_block or 1)
