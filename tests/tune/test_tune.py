@@ -500,7 +500,7 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
         ),
         (["MODEL", "--count", "0"], "'--count' must be at least 1: 0"),
         (["MODEL", "--held", "0"], "'--held' must be at least 1: 0"),
-        (["MODEL", "--prompts", "none.jsonl", "--held", "3"], "'--held' does not apply to '--prompts'"),
+        (["MODEL", "--prompts", "none.jsonl", "--held", "3"], "of which every second one verifies: 3. Leave"),
         (["MODEL", "--tokens", "5000", "900"], "tokens for each prompt"),
         (["MODEL", "--tokens", "1025", "900", "--count", "1"], "prompts must be of at most 1024 tokens"),
         (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),

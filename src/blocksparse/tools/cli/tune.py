@@ -241,8 +241,8 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
     if arguments.prompts is not None:
         if arguments.held is not None:
             raise TuneError(
-                "'--held' does not apply to '--prompts', of which every second one verifies: {held}. Leave one of "
-                "the two out."
+                f"'--held' does not apply to '--prompts', of which every second one verifies: {held}. Leave "
+                "one of the two out."
             )
         every = prompts_from_file(tokenizer, arguments.prompts)
         if len(every) < 2:
