@@ -37,23 +37,33 @@ three_sizes = Rule(
 ).or_else("An image is (1, H, W).")
 
 
-def given(grid: tuple[int, int, int] | None, stage: object) -> tuple[int, int, int]:
-    """The grid `(T, H, W)` of a stage.
+@frozen(cache_hash=True)
+class OnGrid:
+    """What stages share whose tokens stand for the cells of a video, after `prefix` tokens of text."""
 
-    Raises:
-        ValueError: it has none.
-    """
-    if grid is None:
-        name = type(stage).__name__
-        raise ValueError(
-            f"{name} has no grid. Give it as {name}((T, H, W)) in tokens, after patching. Only "
-            "hosts.diffusers.attach takes it from the model."
-        )
-    return grid
+    grid: tuple[int, int, int] | None = field(
+        default=None, converter=converters.optional(three), validator=optional(three_sizes)
+    )
+    prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The grid.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.grid is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} has no grid. Give it as {name}((T, H, W)) in tokens, after patching. Only "
+                "hosts.diffusers.attach takes it from the model."
+            )
+        return self.grid
 
 
 @frozen(cache_hash=True)
-class GridOrder(Permuter[GlobalPermutation]):
+class GridOrder(OnGrid, Permuter[GlobalPermutation]):
     """An order of tokens that stand for the cells of a video; all heads have the same order.
 
     Tokens must arrive as models flatten them: `prefix` tokens of text, then the cells frame by frame and row by
@@ -72,20 +82,7 @@ class GridOrder(Permuter[GlobalPermutation]):
         suffix: how many tokens after the cells stay in place. None means any number.
     """
 
-    grid: tuple[int, int, int] | None = field(
-        default=None, converter=converters.optional(three), validator=optional(three_sizes)
-    )
-    prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
     suffix: int | None = field(default=0, converter=maybe_whole, validator=optional(count), kw_only=True)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The grid.
-
-        Raises:
-            ValueError: there is none.
-        """
-        return given(self.grid, self)
 
     @abstractmethod
     def cells(self, device: torch.device | str) -> Tensor | None:

@@ -15,12 +15,12 @@ from math import prod
 from typing import NamedTuple, final
 
 import torch
-from attrs import converters, evolve, field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from blocksparse.check.validators import Rule, count, is_whole, maybe_whole, optional, positive, real, size, whole
 from blocksparse.grid import Grid
-from blocksparse.order.grid_orders import given, three, three_sizes
+from blocksparse.order.grid_orders import OnGrid, three, three_sizes
 from blocksparse.select.selector import PositionSelector
 
 
@@ -34,7 +34,7 @@ class _Blocks(NamedTuple):
 
 
 @frozen(cache_hash=True)
-class GridSelector(PositionSelector):
+class GridSelector(OnGrid, PositionSelector):
     """A rule on the cells of a video. Text is always kept: its keys for all queries, and all keys for its queries.
 
     Tokens must arrive as models flatten them: `prefix` tokens of text, then the cells frame by frame and row by
@@ -45,20 +45,6 @@ class GridSelector(PositionSelector):
             it (`hosts.diffusers`), and the rule cannot be asked by itself.
         prefix: how many tokens of text stand before the cells.
     """
-
-    grid: tuple[int, int, int] | None = field(
-        default=None, converter=converters.optional(three), validator=optional(three_sizes)
-    )
-    prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The grid.
-
-        Raises:
-            ValueError: there is none.
-        """
-        return given(self.grid, self)
 
     @abstractmethod
     def among_cells(self, grid: Grid) -> Tensor:
