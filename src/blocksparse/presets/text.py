@@ -83,9 +83,8 @@ def pbs_attn(
         block: tokens per block.
         S: tokens per segment, a multiple of `block`.
         per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
-        as_released: choose exactly as the authors' code does. There is an order per query head, from last queries
-        that
-            is not causal and ignores the tail. The mean of a short tail block includes padding.
+        as_released: choose exactly as the authors' code does. There is an order per query head, not causal, which
+            ignores the tail. The mean of a short tail block includes padding.
         executor: `AutoExecutor()` if None.
     """
     block_size.check(block=block)
