@@ -412,3 +412,17 @@ def test_some_presets_are_read_and_all_on_request(monkeypatch: pytest.MonkeyPatc
     assert [*one] == ["a_shape"]
     for name, pipeline in some.items():
         assert name == "s2o" or not pipeline.selector.keeps_everything(4096, 4096, causal=True)
+
+
+def test_a_head_dim_that_no_preset_takes_is_named(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = Gemma2Config(**sizes, vocab_size=256, num_key_value_heads=2, head_dim=320, sliding_window=4096)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "wide")
+    tokenizer.save_pretrained(tmp_path / "wide")
+    asked = [str(tmp_path / "wide"), "--tokens", "300", "--out", str(tmp_path / "x")]
+    assert main(["inspect", *asked]) == 1
+    assert "no layer of wide can be inspected: its head dim is 320, above 256" in capsys.readouterr().err
+    assert main(["demo", "--model", *asked]) == 1
+    assert "the head dim of wide is 320, above 256, so its attention stays dense" in capsys.readouterr().err

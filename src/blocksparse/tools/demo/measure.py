@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from blocksparse.check.validators import UserError
 from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import base_model, logits_of
 from blocksparse.tools.bench import executor_of
@@ -132,6 +133,9 @@ def measure(
             pipeline without them, reads the start of the prompt first.
         keep_layer: the layer whose q, k, v the row keeps.
         on_layer: called after each layer's attention.
+
+    Raises:
+        UserError: heads of the model are too wide for any pipeline.
     """
     network, ids, recorder = model.network, prompt.ids.to(model.device), DensityRecorder()
     begin, executor = time.perf_counter(), "sdpa"
@@ -139,6 +143,11 @@ def measure(
         base_model(network)(ids[:, :_WARM_UP])
         _wait(model.device)
     else:
+        if (widest := max(x.shape[3] for x in warm_up)) > MAX_HEAD_DIM:
+            raise UserError(
+                f"the head dim of {model.name} is {widest}, above {MAX_HEAD_DIM}, so its attention stays dense. "
+                "Demonstrate another model."
+            )
         trace = pipeline.trace(*warm_up)
         _wait(model.device)
         executor = executor_of(pipeline, trace)

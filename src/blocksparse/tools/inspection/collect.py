@@ -13,7 +13,7 @@ from torch.nn.functional import avg_pool2d, pad
 
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.transformers import attach
-from blocksparse.inputs import checked
+from blocksparse.inputs import MAX_HEAD_DIM, checked
 from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
 from blocksparse.layers.schedule import Schedule, base_model, logits_of
@@ -234,10 +234,12 @@ def collect(
 
 def _not_plain(qkv: QKV, options: dict[str, Any]) -> str | None:
     """Why presets would not run in this call of a model, or None."""
-    q, k, _ = qkv
+    q, k, v = qkv
     window = options.get("sliding_window")
     if q.shape[2] != k.shape[2]:
         return "it attends to other tokens than its own"
+    if (widest := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
+        return f"its head dim is {widest}, above {MAX_HEAD_DIM}"
     if window is not None and k.shape[2] > window:
         return f"it has a sliding window of {window} tokens"
     more = (name for name in ("softcap", "s_aux", "sinks", "position_bias") if options.get(name) is not None)
