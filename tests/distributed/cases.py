@@ -214,7 +214,7 @@ def every_preset_in_every_scheme(mesh: DeviceMesh) -> None:
                 assert name != "auto" or (kind is Ulysses and Hkv == 7), because
                 if "as auto() does" in because:  # which has just been tried
                     continue
-                others = [each for each in SCHEMES if f"use {each.__name__}" in because]
+                others = [each for each in SCHEMES if f"Use {each.__name__}" in because]
                 assert others, because
                 for other in others:
                     assert not _refused(other, pipeline, mesh, qkv, want, causal), because

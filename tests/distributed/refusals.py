@@ -150,7 +150,7 @@ REFUSED: dict[str, Case] = {
     ),
     "packed otherwise": refused(
         ValueError,
-        "the lengths of packed sequences must sum to the tokens",
+        "The lengths of packed sequences must sum to the tokens",
         lambda mesh: Ulysses(PBS, mesh, "ranks")(
             *(x.tensor_split(2, 2)[mesh.get_local_rank("ranks")] for x in make_qkv(N=64)),
             sequences=bs.Sequences.packed([30, 33]),
