@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -61,6 +62,15 @@ def tokenizer() -> Any:
     from tests.tiny_model import byte_tokenizer
 
     return byte_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Commands quieten the log."""
+    logger = logging.getLogger("blocksparse")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

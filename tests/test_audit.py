@@ -310,18 +310,10 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], sentence: str) -> 
 
 def test_a_model_is_audited_layer_by_layer() -> None:
     """And a layer that crosses a bound attends densely from then on, as its density shows."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from blocksparse.hosts.transformers import DensityRecorder, attach
 
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny_llama()
     ids = torch.randint(50, (1, 300))
     dense = model(ids).logits
     keeps_all = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), bs.Everything(), bs.ReferenceExecutor())

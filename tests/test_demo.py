@@ -44,14 +44,6 @@ from tests.real_model import NAME, converted, needs_real_model
 from tests.tiny_model import save_tiny
 
 
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    logger = logging.getLogger("blocksparse")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
 @pytest.fixture(scope="module")
 def tiny(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")

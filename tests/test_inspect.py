@@ -44,14 +44,6 @@ PIPELINES: Mapping[str, AnyPipeline] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    logger = logging.getLogger("blocksparse")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, and the report about it."""

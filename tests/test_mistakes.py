@@ -20,6 +20,7 @@ import blocksparse as bs
 from blocksparse.testing import make_qkv
 from blocksparse.tools.cli.main import main
 from tests.test_bad_arguments import sentence
+from tests.tiny_model import tiny_llama
 
 Q, K, V = make_qkv(Hq=4, Hkv=2, N=256, D=32)
 MEAN: Any = bs.mean_pooling()
@@ -141,14 +142,10 @@ def test_a_wrong_call(call: Callable[[], Any], words: str) -> None:
 
 
 def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from blocksparse.hosts.transformers import DensityRecorder, attach
 
-    config: Any = transformers.LlamaConfig(
-        vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny_llama()
     rows: list[tuple[Any, Any, dict[str, Any], str]] = [
         (model, bs.auto, {}, "'pipeline' | auto itself; call it: auto()"),
         (MEAN, model, {}, "'model' | Pipeline. The order is attach(model, pipeline)"),

@@ -84,13 +84,9 @@ COMMANDS = ("inspect", "demo", "tune")
 
 
 @pytest.fixture(autouse=True)
-def _as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The commands quieten the log; `tune` would take a minute for all of its candidates."""
-    logger = logging.getLogger("blocksparse")
-    level = logger.level
+def _two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tune` would take a minute for all of its candidates."""
     monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": tiny.CANDIDATES[:2]})
-    yield
-    logger.setLevel(level)
 
 
 def saved(config: Any, folder: Path) -> Path:

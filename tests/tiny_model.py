@@ -20,22 +20,21 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=bytes_only)
 
 
-def save_tiny(folder: Path, tokenizer: Any) -> None:
-    """A random Llama with two layers of four query heads, saved with its tokenizer."""
+def tiny_llama(seed: int = 0, **other: Any) -> Any:
+    """A random Llama with two layers of four query heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 260, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**sizes | other)).eval()
+
+
+def save_tiny(folder: Path, tokenizer: Any) -> None:
+    """A tiny Llama, saved with its tokenizer."""
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

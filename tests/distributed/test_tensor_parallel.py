@@ -15,23 +15,13 @@ from tests.distributed.processes import on_ranks
 
 def difference(rank: int, folder: Path) -> tuple[float, float]:
     """How far the logits of a model on two ranks are from those on one, and how large they are."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
     from blocksparse.hosts.transformers import attach
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun does
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    model, tokens = LlamaForCausalLM(config).eval(), torch.randint(61, (1, 200))
+    model, tokens = tiny_llama(), torch.randint(260, (1, 200), generator=torch.Generator().manual_seed(0))
     pipeline = bs.pbs_attn(0.5, block=16, S=32)
     dense = model(tokens).logits
     with attach(model, pipeline, min_tokens=1):

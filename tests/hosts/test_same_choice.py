@@ -15,6 +15,7 @@ pytest.importorskip("diffusers")
 import transformers
 from tests.hosts.diffusion_models import CASES, SMALL, at, given
 from tests.stages import ByReference
+from tests.tiny_model import tiny_llama
 
 import blocksparse as bs
 from blocksparse.hosts import diffusers as diffusion
@@ -28,19 +29,10 @@ def watching(block: int = 16) -> tuple[ByReference, bs.Pipeline[Any, Any, Any]]:
     return executor, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(block), bs.TopK(2), executor)
 
 
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_of_a_language_model(compiled: bool) -> None:
     """Prompts of two lengths in a batch, and another batch after it; layer 0 chooses for itself."""
-    model, (executor, pipeline) = llama(), watching()
+    model, (executor, pipeline) = tiny_llama(num_hidden_layers=4), watching()
     schedule, lengths = bs.Schedule(pipeline, same_choice=((1, 2, -1),)), [150] if compiled else [150, 100]
     torch.compiler.reset()
     call: Any = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
@@ -64,7 +56,7 @@ def test_layers_of_a_language_model(compiled: bool) -> None:
 
 
 def test_what_records_and_audits_of_a_language_model_say() -> None:
-    model, (_, pipeline) = llama(), watching()
+    model, (_, pipeline) = tiny_llama(num_hidden_layers=4), watching()
     recorder, audit = DensityRecorder(), Audit(rows=16, every=1)
     ids = torch.randint(1, 61, (1, 150))
     with language.attach(model, pipeline, min_tokens=16):

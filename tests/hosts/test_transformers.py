@@ -27,6 +27,7 @@ pytest.importorskip("transformers")
 import transformers
 from tests.specs import asked
 from tests.stages import ByReference
+from tests.tiny_model import tiny_llama
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -529,12 +530,7 @@ def test_compiled_chunks_are_sparse(whole: bool) -> None:
 @pytest.mark.parametrize("cache", [False, True])
 def test_a_compiled_model_that_is_dense_says_so(cache: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Without a cache transformers makes masks inside of what is compiled; a log tells it when it is detached."""
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    made: Any = transformers.LlamaForCausalLM
-    model, recorder = made(config).eval(), DensityRecorder()
+    model, recorder = tiny_llama(num_hidden_layers=1), DensityRecorder()
     torch.compiler.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad(), attach(model, SPARSE, recorder=recorder):

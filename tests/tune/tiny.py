@@ -5,29 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from blocksparse.tools.tune import Candidate, TunePrompt
+from tests.tiny_model import tiny_llama
 
 LAYERS, HEADS, KV_HEADS, VOCABULARY, TOKENS = 3, 4, 2, 260, 256
 
 
 def network(seed: int = 0, **other: Any) -> Any:
     """Weights are drawn larger than usual, so that what attention sees changes what the model predicts."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 1024,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**sizes | other)).eval()
+    model = tiny_llama(seed, **{"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS} | other)
     for name, weight in model.requires_grad_(False).named_parameters():
         weight.mul_(15 if "q_proj" in name or "k_proj" in name else 3 if "norm" not in name else 1)
     return model

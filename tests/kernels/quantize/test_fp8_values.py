@@ -11,11 +11,12 @@ from blocksparse.kernels.quantize.tokens import fp8_values
 from blocksparse.kernels.quantize.tokens_triton import fp8_values_triton
 
 
-def tokens(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+def tokens(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
 def slots_of(*shape: int, tokens_: int, device: str) -> Tensor:
+    """Every slot names some token or is empty."""
     index = torch.randint(-1, tokens_, shape, generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     return index.to(device)
 

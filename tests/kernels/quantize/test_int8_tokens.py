@@ -20,16 +20,7 @@ from blocksparse.kernels.quantize.tokens import int8_keys, int8_queries
 from blocksparse.kernels.quantize.tokens_triton import divided, int8_keys_triton, int8_queries_triton
 from blocksparse.launch.launches import remembered
 from blocksparse.testing import make_qkv
-
-
-def tokens(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
-
-
-def slots_of(*shape: int, tokens_: int, device: str) -> Tensor:
-    """Every slot names some token or is empty."""
-    index = torch.randint(-1, tokens_, shape, generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    return index.to(device)
+from tests.kernels.quantize.test_fp8_values import slots_of, tokens
 
 
 def assert_equal(got: tuple[Tensor | None, ...], want: tuple[Tensor | None, ...]) -> None:

@@ -16,18 +16,9 @@ from blocksparse.kernels.quantize.tile_operands_triton import (
     int8_query_tiles_triton,
 )
 from blocksparse.kernels.quantize.tokens import fp8_values, int8_keys
+from tests.kernels.quantize.test_fp8_values import slots_of, tokens
 
 TYPES = [torch.float16, torch.float32]
-
-
-def tokens(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
-
-
-def slots_of(*shape: int, tokens_: int, device: str) -> Tensor:
-    """Every slot names some token or is empty."""
-    index = torch.randint(-1, tokens_, shape, generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    return index.to(device)
 
 
 def of_slots(x: Tensor, tile: int, slots: int) -> Tensor:
