@@ -20,6 +20,7 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.observe import Audit, AuditedAttention, Crossing, Estimate
 from blocksparse.observe.estimate import draw, ratio, row_sums
 from blocksparse.testing import make_qkv
+from tests.tiny_model import tiny_llama
 
 RECORDED = Path(__file__).with_name("data") / "audit_rows.npz"
 PIPELINES: Mapping[str, AnyPipeline] = {

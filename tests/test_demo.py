@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

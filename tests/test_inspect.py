@@ -6,13 +6,12 @@ import base64
 import functools
 import http.server
 import json
-import logging
 import re
 import shutil
 import subprocess
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from queue import Queue

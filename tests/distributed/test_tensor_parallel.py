@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import blocksparse as bs
 from tests.distributed.processes import on_ranks
+from tests.tiny_model import tiny_llama
 
 
 def difference(rank: int, folder: Path) -> tuple[float, float]:
