@@ -1,10 +1,4 @@
-"""The heads that each rank attends in, a pipeline for some heads, and messages that exchange sequences for heads.
-
-arguments   What stages are made of.
-Share       Which heads each rank attends in, and when.
-of_heads    A pipeline for some of the heads of a layer.
-Arriving    Messages that turn shards of sequences into whole sequences of some heads, and results back.
-"""
+"""The heads of each rank, a pipeline for some heads, and messages that exchange sequences for heads."""
 
 from __future__ import annotations
 

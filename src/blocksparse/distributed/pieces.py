@@ -1,10 +1,4 @@
-"""The tokens that each rank has, the pairs of two pieces as rectangles of blocks, and the order of all keys.
-
-* `Piece`: Which consecutive tokens each rank has.
-* `Region`: The pairs of a piece of queries and a piece of keys, in rectangles of blocks that executors can attend
-  to.
-* `last_q_of`: The order of all keys, for stages that see only a part of the queries.
-"""
+"""The tokens that each rank has, the pairs of two pieces as rectangles of blocks, and the order of all keys."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The processes along one dimension of a mesh, what they send each other, and what they must agree on before.
-
-Transfer      The processes along one dimension of a mesh, and what they send each other through
-              `torch.distributed`.
-ShardedCall   What the ranks must agree on before they send anything: the sizes and options of a call.
-"""
+"""The processes along one dimension of a mesh, what they send each other, and what they must agree on before."""
 
 from __future__ import annotations
 

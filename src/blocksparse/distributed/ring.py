@@ -1,8 +1,4 @@
-"""Queries stay where they are: keys and values travel from rank to rank, or are gathered on every rank.
-
-Ring          Keys and values travel from rank to rank, and no rank ever holds those of all.
-AllGatherKV   Keys and values are gathered on every rank, and queries stay where they are.
-"""
+"""Queries stay where they are: keys and values travel from rank to rank, or are gathered on every rank."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The base classes of the ways to spread one call of attention over ranks.
-
-* `Scheme`: The base class of the ways to spread one call of attention over ranks.
-* `SequenceScheme`: The base class of schemes in which queries stay on the rank that has them.
-* `is_dense`: Attention of whole sequences, or of a chunk of their queries, on one rank.
-"""
+"""The base classes of the ways to spread one call of attention over ranks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Where the tokens of a picture or a video lie in a sequence, and a pipeline of the user's for them.
-
-TokenLayout   Where the tokens of a picture stand in a model's attention, and where those of text and of all
-              else.
-WithText      A pipeline of the user's, for the tokens of one layout: its order gets the grid, and text is
-              always kept.
-"""
+"""Where the tokens of a picture or a video lie in a sequence, and a pipeline of the user's for them."""
 
 from __future__ import annotations
 

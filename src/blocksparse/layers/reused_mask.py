@@ -1,9 +1,4 @@
-"""Reuse of selected blocks, in later steps of a model and in later layers.
-
-MaskCache    The choices of a model's layers, for several steps (DFSAttn, arXiv 2605.23445; HASTE).
-ReusedMask   What attends in one layer to a choice of the cache: its own, or that of an earlier layer in the same
-             forward call (Kascade, arXiv 2512.16391).
-"""
+"""Reuse of selected blocks, in later steps of a model and in later layers."""
 
 from __future__ import annotations
 
@@ -39,6 +34,8 @@ class _Key(NamedTuple):
 @define(eq=False, slots=False, on_setattr=setters.NO_OP)  # as `threading.local` needs it below
 class MaskCache:
     """The choices of a model's layers in one step, reused in the steps after it.
+
+    Source: DFSAttn, arXiv 2605.23445; HASTE.
 
         cache = MaskCache(steps=12)
         attention = ReusedMask(pipeline, layer, layer, cache)
@@ -134,7 +131,7 @@ class _OfThread(local, MaskCache):
 class ReusedMask:
     """The attention of a layer to the choice of `chooser`: itself, or a layer that is called before it in a step.
 
-    It is called like a `Pipeline`. Attention over the chosen blocks is exact.
+    It is called like a `Pipeline`. Attention over the chosen blocks is exact. Source: Kascade, arXiv 2512.16391.
 
     Args:
         cache: one for all layers of a model.

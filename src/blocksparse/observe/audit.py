@@ -1,7 +1,4 @@
-"""Audit             `Audit`: what a user asks for, what was found so far, and what happens when a bound is
-                  crossed.
-AuditedAttention  What attends in one layer, under an audit.
-"""
+"""An audit compares some sparse calls with dense attention while a model runs."""
 
 from __future__ import annotations
 

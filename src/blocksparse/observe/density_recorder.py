@@ -1,8 +1,4 @@
-"""A record of what the attention calls of a model did, layer by layer.
-
-DensityRecorder    The density of sparse calls, and the reasons of dense calls.
-RecordedAttention  What attends in one layer, whose calls are recorded.
-"""
+"""A record of what the attention calls of a model did, layer by layer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Metrics of an engine for Prometheus.
-
-PromptCounters  How many prompts went sparse, and why others did not.
-AuditGauges     What an audit finds in each layer, and how dense its calls are.
-"""
+"""Metrics of an engine for Prometheus."""
 
 from __future__ import annotations
 

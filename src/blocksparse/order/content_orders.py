@@ -1,9 +1,4 @@
-"""Orders of tokens by what they hold: sorted inside segments of the prompt, or clusters of like ones.
-
-SegmentKeySort     Sort keys by importance inside segments (PBS-Attn, sections 3.2 and 3.3).
-SegmentQuerySort   Sort queries inside segments by the key block they look most like (PBS-Attn, section 4.3).
-KMeansOrder        Queries and keys in the order of clusters of like ones (SVG2, arXiv 2505.18875, section 4.1).
-"""
+"""Orders of tokens by what they hold: sorted inside segments of the prompt, or clusters of like ones."""
 
 from __future__ import annotations
 
@@ -180,7 +175,7 @@ class KMeansOrder(Permuter[GlobalPermutation]):
     Distances are Euclidean. The clusters begin at random tokens. After the last iteration tokens are sorted by
     their cluster, and stay in order inside it. An empty cluster keeps its centre. The blocks of a pipeline have a
     fixed size, and so a block may hold the end of one cluster and the beginning of another. The same inputs give
-    the same order.
+    the same order. Source: SVG2, arXiv 2505.18875, section 4.1.
 
     It is made for attention that is not causal. Causal attention is exact too, but clusters are of all tokens of a
     call. So the choice depends on later tokens, and many blocks hold pairs above the diagonal. It takes twice

@@ -1,13 +1,4 @@
-"""Orders of image and video tokens, from their place in a grid of cells.
-
-GridOrder      The base class of orders of image and video tokens (SpargeAttn, section 3.7 and appendix A.1).
-RasterOrder    Image and video tokens in row order, as models give them (Rowmajor in SpargeAttn, appendix A.1).
-TimeOrder      Image and video tokens in time order (Timemajor in SpargeAttn, appendix A.1).
-ColumnOrder    Image and video tokens in column order (Columnmajor in SpargeAttn, appendix A.1).
-TileOrder      Image and video tokens in the order of tiles.
-HilbertOrder   Image and video tokens along a Hilbert curve (SpargeAttn, section 3.7).
-GivenOrder     Image and video tokens in an order that the user gives.
-"""
+"""Orders of image and video tokens, from their place in a grid of cells."""
 
 from __future__ import annotations
 
@@ -70,7 +61,7 @@ class GridOrder(OnGrid, Permuter[GlobalPermutation]):
     row, then `suffix` tokens of text. Only cells move. Queries get the order of the keys if they are the same
     tokens. This is so if there are as many queries as keys, or if the call is causal: its queries are the last
     tokens. In a call that is not causal and has another number of queries, the queries are other tokens (cross
-    attention) and stay in place.
+    attention) and stay in place. Source: SpargeAttn, section 3.7 and appendix A.1.
 
     These orders are made for attention that is not causal. Causal attention is exact too, but many blocks then
     hold pairs above the diagonal. The order is computed on the device of the keys, without a copy from the host.
@@ -132,7 +123,10 @@ class GridOrder(OnGrid, Permuter[GlobalPermutation]):
 @final
 @frozen(cache_hash=True)
 class RasterOrder(GridOrder):
-    """Leave cells in the order in which they arrive, frame by frame and row by row. The grid is still checked."""
+    """Leave cells in the order in which they arrive, frame by frame and row by row. The grid is still checked.
+
+    Source: Rowmajor in SpargeAttn, appendix A.1.
+    """
 
     def cells(self, device: torch.device | str) -> None:
         del device
@@ -141,7 +135,10 @@ class RasterOrder(GridOrder):
 @final
 @frozen(cache_hash=True)
 class TimeOrder(GridOrder):
-    """Order cells by row and column: the cells of all frames at one row and column stand together."""
+    """Order cells by row and column: the cells of all frames at one row and column stand together.
+
+    Source: Timemajor in SpargeAttn, appendix A.1.
+    """
 
     def cells(self, device: torch.device | str) -> Tensor:
         T, H, W = self.sizes
@@ -151,7 +148,10 @@ class TimeOrder(GridOrder):
 @final
 @frozen(cache_hash=True)
 class ColumnOrder(GridOrder):
-    """Order cells frame by frame, and inside a frame column by column: neighbours in the order differ in H."""
+    """Order cells frame by frame, and inside a frame column by column: neighbours in the order differ in H.
+
+    Source: Columnmajor in SpargeAttn, appendix A.1.
+    """
 
     def cells(self, device: torch.device | str) -> Tensor:
         T, H, W = self.sizes

@@ -1,9 +1,4 @@
-"""`Candidate` names a pipeline readably: a preset, its arguments, and what is added to its choice.
-
-TuneError   What tuning refuses, in a message for the user.
-Candidate   `Candidate` names a pipeline readably: a preset, its arguments, and what is added to its choice.
-UpTo        `UpTo` uses a selector in calls of at most so many keys, and keeps everything in longer ones.
-"""
+"""`Candidate` names a pipeline readably: a preset, its arguments, and what is added to its choice."""
 
 from __future__ import annotations
 

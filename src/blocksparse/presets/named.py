@@ -1,13 +1,4 @@
-"""Presets by their names: in a plan, in an engine's configuration and on a command line.
-
-* `preset_named`: the preset for text of a name.
-* `maker`: the preset of a name, or the user's own function of `"module:function"`.
-* `extended`: a pipeline that keeps more, by position.
-* `always_sparse`: a pipeline that selects at any length.
-* `names_function`: whether text begins with `module:function`.
-* `read`: the pipeline of text such as `pbs_attn(0.95) | Band(128)`.
-* `written`: the same pipeline for a command, which selects at any length.
-"""
+"""Presets by their names: in a plan, in an engine's configuration and on a command line."""
 
 from __future__ import annotations
 

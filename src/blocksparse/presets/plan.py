@@ -1,9 +1,4 @@
-"""`Plan` says what attends in each layer of one model, and why; it is a JSON file that people can read.
-
-Fingerprint   What tells one model from another: its shape, and a few numbers of every weight.
-Part          `Plan` says what attends in each layer of one model, and why; it is a JSON file that people can
-              read.
-"""
+"""`Plan` says what attends in each layer of one model, and why; it is a JSON file that people can read."""
 
 from __future__ import annotations
 

@@ -1,23 +1,4 @@
-"""Presets for prompts of text: one function for each paper.
-
-* `pbs_attn`: PBS-Attn: Sparser Block-Sparse Attention via Token Permutation (arXiv 2510.21270).
-* `pbs_attn_plus`: PBS-Attn+: PBS-Attn's order with XAttention's scores (arXiv 2510.21270, appendix B.2).
-* `mean_pooling`: MeanPooling: the baseline of PBS-Attn (arXiv 2510.21270, section 4.1).
-* `bfla`: BFLA: Block-Filtered Long-Context Attention.
-* `s2o`: S2O: Early Stopping for Sparse Attention via Online Permutation.
-* `xattention`: XAttention: Block Sparse Attention with Antidiagonal Scoring (arXiv 2503.16428).
-* `flex_prefill`: FlexPrefill: a context-aware sparse attention mechanism (arXiv 2502.20766).
-* `minference`: MInference 1.0: vertical-slash heads (arXiv 2407.02490).
-* `a_shape`: A-shape: the start of the prompt and a local window (StreamingLLM's pattern; MInference, arXiv
-  2407.02490).
-* `tri_shape`: Tri-shape: A-shape, with dense rows at the end of the prompt (MInference's released code).
-* `triangle_mix`: TriangleMix: dense attention in the first layers, tri-shape in the others (arXiv 2507.21526).
-* `flash_prefill`: FlashPrefill: Instantaneous Pattern Discovery and Thresholding (arXiv 2603.06199).
-* `prism`: Prism: Spectral-Aware Block-Sparse Attention (arXiv 2602.08426).
-* `stem`: Stem: Rethinking Causal Information Flow in Sparse Attention (arXiv 2603.06274).
-* `skip_softmax`: Skip-softmax (BLASST, arXiv 2512.12087): attention over all keys, without the tiles that turn out
-  negligible.
-"""
+"""Presets for prompts of text: one function for each paper."""
 
 from __future__ import annotations
 
@@ -76,7 +57,8 @@ def pbs_attn(
 ) -> Preset[BlockMass]:
     """Sort keys by importance inside segments, then keep the heaviest pooled blocks of earlier segments.
 
-    In addition, the row's own segment and the block that holds token 0 are always kept.
+    In addition, the row's own segment and the block that holds token 0 are always kept. Source: PBS-Attn, arXiv
+    2510.21270.
 
     Args:
         mass: share of the mass outside the row's own segment to keep. A number, or one per query head.
@@ -113,7 +95,8 @@ def pbs_attn_plus(
 ) -> Preset[BlockMass]:
     """Sort keys by importance inside segments, then keep the heaviest antidiagonal scores of earlier segments.
 
-    In addition, the row's own segment and the block that holds token 0 are always kept.
+    In addition, the row's own segment and the block that holds token 0 are always kept. Source: PBS-Attn+, arXiv
+    2510.21270, appendix B.2.
 
     Args:
         mass: share of the mass outside the row's own segment to keep. A number, or one per query head.
@@ -143,6 +126,8 @@ def mean_pooling(
     executor: BlockExecutor | None = None,
 ) -> Preset[BlockMass]:
     """Keep the heaviest pooled blocks and, in addition, always the first block and the diagonal.
+
+    Source: the baseline of PBS-Attn, arXiv 2510.21270, section 4.1.
 
     Args:
         mass: share of the row's pooled mass to keep. A number, or one per query head.
@@ -305,7 +290,7 @@ def xattention(
 ) -> Preset[BlockMass]:
     """Keep the first block, the diagonal, and the heaviest antidiagonal scores until they hold enough of the mass.
 
-    The first block and the diagonal are counted in that share.
+    The first block and the diagonal are counted in that share. Source: XAttention, arXiv 2503.16428.
 
     Args:
         mass: share of the row's mass to keep. A number, or one per query head.
@@ -339,7 +324,7 @@ def flex_prefill(
     """Keep pooled blocks in heads that pooling describes well, and columns and diagonals in the others.
 
     The paper calls the first kind of head query-aware. The block of token 0 and the diagonal are always kept,
-    outside the budgets.
+    outside the budgets. Source: FlexPrefill, arXiv 2502.20766.
 
     Args:
         mass: gamma of the paper, the share of the attention mass to keep. A number, or one per query head.
@@ -380,6 +365,8 @@ def minference(
 ) -> Preset[VerticalSlashScores]:
     """Keep a fixed number of columns and diagonals, the heaviest for the last queries.
 
+    Source: MInference 1.0, arXiv 2407.02490.
+
     Args:
         vertical: how many keys (columns). A number, or one per query head.
         slash: how many distances (diagonals). A number, or one per query head.
@@ -410,7 +397,8 @@ def a_shape(
 ) -> Preset[BlockScores]:
     """Keep the first `sink` keys and the last `local` ones, a query's own included.
 
-    Blocks that hold any of these keys are kept whole, so a query may see up to two blocks of keys more.
+    Blocks that hold any of these keys are kept whole, so a query may see up to two blocks of keys more. Source:
+    StreamingLLM's pattern; MInference, arXiv 2407.02490.
 
     Args:
         sink: how many tokens at the start of the prompt are kept.
@@ -469,6 +457,8 @@ def triangle_mix(
 ) -> Schedule:
     """A schedule: dense before `starting_layer`, then the first and the last keys, and dense last queries.
 
+    Source: TriangleMix, arXiv 2507.21526.
+
     Args:
         starting_layer: the first sparse layer, by index. It depends on the model: the paper finds it by what the
             last queries lose.
@@ -495,7 +485,8 @@ def flash_prefill(
 ) -> Preset[BlockMass]:
     """Keep the blocks that are worth a share of their row's best one, the first keys, a window, and the last rows.
 
-    A block is judged by the weights that the single queries of a row give to its mean key.
+    A block is judged by the weights that the single queries of a row give to its mean key. Source: FlashPrefill,
+    arXiv 2603.06199.
 
     Args:
         alpha: share of the row's greatest mass from which on a block is kept. A number, or one per query head.
@@ -537,6 +528,8 @@ def prism(
 ) -> Preset[ScoresPair[BlockMass, BlockMass]]:
     """Keep the heaviest pooled blocks of the fast channels and those of the slow ones, the first and the diagonal.
 
+    Source: Prism, arXiv 2602.08426.
+
     Args:
         mass: share of the row's pooled mass to keep in each band. A number, or one per query head.
         block: tokens per block.
@@ -572,7 +565,8 @@ def stem(
 ) -> Preset[BlockLogits]:
     """Keep fewer of the best blocks the later a row is, where long values count, the first keys and a window.
 
-    The released code keeps the first two layers dense: `Schedule(stem(), dense=(0, 1))`.
+    The released code keeps the first two layers dense: `Schedule(stem(), dense=(0, 1))`. Source: Stem, arXiv
+    2603.06274.
 
     Args:
         decay: the share of `k` that the last row of a prompt keeps.
@@ -604,6 +598,8 @@ def skip_softmax(
     executor: BlockExecutor | None = None,
 ) -> Preset[BlockScores]:
     """Choose nothing before attention; leave out tiles of keys by a threshold that falls with the prompt's length.
+
+    Source: BLASST, arXiv 2512.12087.
 
     Args:
         scale_factor: a tile is left out if its weights are below `scale_factor / N` of the greatest one so far. If

@@ -1,14 +1,4 @@
-"""Presets for images and videos, and SpargeAttn's, which serves text as well: one function for each paper.
-
-* `sparge`: SpargeAttn: Accurate Sparse Attention Accelerating Any Model Inference (arXiv 2502.18137).
-* `subblock`: SubBlock: the sparse attention of SGLang for video, by sums over sub-blocks.
-* `sol_attn`: Sol-Attn: the selection of NVIDIA's video attention (arXiv 2607.24027).
-* `dfs_attn`: DFSAttn: video attention by sums of cells along a space-filling curve (arXiv 2605.23445).
-* `radial`: Radial Attention: a static mask for video, ever sparser with the distance of frames (arXiv 2506.19852).
-* `nabla`: NABLA: Neighborhood Adaptive Block-Level Attention (arXiv 2507.13546).
-* `lva`: LVSA: sparse attention for long videos, with frames in turn that all look at (arXiv 2605.31057).
-* `svg2`: SVG2: Sparse VideoGen2, by clusters of like tokens (arXiv 2505.18875), in blocks of a fixed size.
-"""
+"""Presets for images and videos, and SpargeAttn's, which serves text as well: one function for each paper."""
 
 from __future__ import annotations
 
@@ -52,6 +42,7 @@ def sparge(
     """Keep the heaviest pooled blocks within a target for their mass, and every block whose tokens are unlike.
 
     Blocks whose tokens are unlike are kept in addition and hold no mass. A causal diagonal is kept in any case.
+    Source: SpargeAttn, arXiv 2502.18137.
 
     Args:
         mass: tau of the paper, the share of a row's pooled mass that the kept blocks may not exceed. A number, or
@@ -144,7 +135,7 @@ def sol_attn(
 
     Blocks that are not kept are left out. The authors' code lets them take part through their mean keys and
     values, as `mean_correction` does. Without it this is the selection alone, with a larger error at the same
-    `tau`.
+    `tau`. Source: Sol-Attn, arXiv 2607.24027.
 
     Args:
         tau: how many standard deviations. A number, or one per query head. A greater one keeps fewer blocks.
@@ -179,6 +170,8 @@ def dfs_attn(
 ) -> Preset[BlockMass]:
     """Keep the share of a row's blocks that hold the most of a softmax over small cells, each known by its means.
 
+    Source: DFSAttn, arXiv 2605.23445.
+
     Args:
         share: share of a row's visible blocks to keep. A number, or one per query head.
         cell: tokens per cell.
@@ -209,6 +202,8 @@ def radial(
 ) -> Preset[BlockScores]:
     """Keep the first frame, near frames, and of others a window that halves with their distance.
 
+    Source: Radial Attention, arXiv 2506.19852.
+
     Args:
         grid: frames, rows and columns `(T, H, W)` in tokens. None where a host knows them.
         decay: the factor of all windows.
@@ -236,6 +231,8 @@ def nabla(
     executor: BlockExecutor | None = None,
 ) -> Preset[BlockMass]:
     """Order cells tile by tile; keep the heaviest pooled blocks, and the tiles around a query's own.
+
+    Source: NABLA, arXiv 2507.13546.
 
     Args:
         mass: share of the row's pooled mass to keep. A number, or one per query head.
@@ -271,7 +268,7 @@ def lva(
 
     The periodic frames move by one with each denoising step, so that over `period` steps each frame is one of
     them. For a model trained on `C` frames (21 for Wan 2.1) the paper takes `period = ceil(T / (C - (2 radius +
-    1)))`. So each query attends to about `C` frames.
+    1)))`. So each query attends to about `C` frames. Source: LVSA, arXiv 2605.31057.
 
     Args:
         grid: frames, rows and columns `(T, H, W)` in tokens. None where a host knows them.
@@ -314,6 +311,8 @@ def svg2(
     executor: BlockExecutor | None = None,
 ) -> Preset[BlockMass]:
     """Order queries and keys by clusters; keep the heaviest pooled blocks. Made for calls that are not causal.
+
+    Source: SVG2, arXiv 2505.18875.
 
     Args:
         mass: share of the row's pooled mass to keep. A number, or one per query head.

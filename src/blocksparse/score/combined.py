@@ -1,10 +1,4 @@
-"""Scorers that are made of other scorers.
-
-ScorerByCausality       One of two scorers, by whether the call is causal.
-ScoresPair              Two scorers side by side, for a choice by either (Prism, arXiv 2602.08426).
-SimilarityGatedScorer   Scores only for blocks whose tokens are alike; all other blocks are forced (SpargeAttn,
-                        section 3.2).
-"""
+"""Scorers that are made of other scorers."""
 
 from __future__ import annotations
 
@@ -75,7 +69,10 @@ SecondT_co = TypeVar("SecondT_co", bound=BlockScores, covariant=True)
 @final
 @frozen(eq=False)
 class ScoresPair(BlockScores, Generic[FirstT_co, SecondT_co]):
-    """The scores of two scorers of the same blocks; read as one, they are the first scorer's."""
+    """The scores of two scorers of the same blocks; read as one, they are the first scorer's.
+
+    Source: Prism, arXiv 2602.08426.
+    """
 
     first: FirstT_co = field(kw_only=True)
     second: SecondT_co = field(kw_only=True)
@@ -130,7 +127,7 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
     similar is forced for every row and holds no mass. A query block that is not similar forces its whole row
     (SpargeAttn, eq. 5). Each share of a row's remaining mass is then the paper's softmax over similar key blocks.
     If the blocks that are not similar outweigh all others by more than e^87, the mass of the others is 0 in fp32.
-    The row then keeps only forced blocks.
+    The row then keeps only forced blocks. Source: SpargeAttn, section 3.2.
 
     Args:
         inner: any scorer that gives a `BlockMass`, on any grid.

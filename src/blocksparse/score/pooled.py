@@ -1,12 +1,4 @@
-"""Scores from the mean query and the mean key of each block.
-
-MeanPoolScorer      Products of mean queries and mean keys of blocks (PBS-Attn, appendix B.1; also its
-                    MeanPooling baseline).
-MeanLogitScorer     Logits of mean queries and mean keys of blocks, and how much they vary (Sol-Attn, arXiv
-                    2607.24027).
-RotaryBandScorer    Mean pooling over the channels that turn within a range of speeds (Prism, arXiv 2602.08426).
-PrefixOrderScorer   Block scores from the products by which S2O orders single keys (S2O, eq. 2).
-"""
+"""Scores from the mean query and the mean key of each block."""
 
 from __future__ import annotations
 
@@ -111,7 +103,7 @@ class MeanLogitScorer(InBlocks, Scorer[GlobalPermutation, BlockLogits]):
     """The logit of a block's mean query and mean key: the mean logit of all pairs of the block.
 
     `MeanPoolScorer` takes a softmax of these over a row. Without it, logits can be compared with their mean and
-    standard deviation (`MeanStd`). Blocks that are not visible hold -inf.
+    standard deviation (`MeanStd`). Blocks that are not visible hold -inf. Source: Sol-Attn, arXiv 2607.24027.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.
@@ -175,7 +167,8 @@ class RotaryBandScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
 
     Rotary embeddings turn channel `i` with channel `i + D / 2`, the first pairs fastest. The means of fast pairs
     cancel within a block, and those of slow pairs do not; this scorer uses one band of pairs. The logits are `q .
-    k` over the band's channels, over the root of their number and the temperature.
+    k` over the band's channels, over the root of their number and the temperature. Source: Prism, arXiv
+    2602.08426.
 
     Args:
         band: where the band begins and ends, as shares of the `D / 2` pairs. Pairs that it cuts belong to it. With

@@ -1,12 +1,4 @@
-"""Scores by strided pooling: products of tiles of a few tokens (cells) that are smaller than the blocks.
-
-AntidiagonalScorer     Antidiagonals of small cells, a softmax over cells, sums per block (XAttention, arXiv
-                       2503.16428).
-QueryRowsScorer        Every query of a row against the mean key of each block (FlashPrefill, arXiv 2603.06199,
-                       section 3.2).
-FlattenMaxPoolScorer   Products of groups of queries with groups of keys; a block gets its greatest one (BFLA,
-                       section 3.2).
-"""
+"""Scores by strided pooling: products of tiles of a few tokens (cells) that are smaller than the blocks."""
 
 from __future__ import annotations
 
@@ -168,7 +160,8 @@ class QueryRowsScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     original order a row's own block thus counts for its last query alone. A row that sees no other block may hold
     no mass at all, so also keep the diagonal or a `Band`. Mean keys are rounded to the dtype of the keys, as in
     the authors' code. This takes M N D / k_block multiplications per query head, `block` times as many as
-    `MeanPoolScorer`. It holds logits of single queries for a few rows at a time only.
+    `MeanPoolScorer`. It holds logits of single queries for a few rows at a time only. Source: FlashPrefill, arXiv
+    2603.06199, section 3.2.
 
     Args:
         block: slots per block, on both sides unless `k_block` is given.

@@ -1,12 +1,4 @@
-"""Selectors that are made of other selectors.
-
-SelectorByCausality   One of two selectors, by whether the call is causal.
-SelectorPair          The union of two selections, each by separate scores (Prism, arXiv 2602.08426).
-SharedByGroup         One mask per KV head (BFLA, eq. 14).
-Refined               A choice of blocks, cut into smaller blocks (BFLA, section 3.3).
-OnTiles               A rule of position on smaller blocks than those of the scores (BFLA, section 3.3).
-Ranked                The order in which kept blocks are visited (S2O, section 3.3).
-"""
+"""Selectors that are made of other selectors."""
 
 from __future__ import annotations
 
@@ -62,7 +54,8 @@ class SelectorPair(
 ):
     """Keep what `first` keeps by the first scores of a `ScorerPair`, and what `second` keeps by the second.
 
-    `a | b` joins two selectors of the same scores; this joins two with a score each.
+    `a | b` joins two selectors of the same scores; this joins two with a score each. Source: Prism, arXiv
+    2602.08426.
 
     Raises:
         TypeError: in a call, if a selector needs other scores than there are for it.
@@ -93,7 +86,8 @@ class SharedByGroup(Combination[ScoresT_contra, BlockMask]):
 class Refined(Combination[ScoresT_contra, BlockMask]):
     """Keep what `inner` keeps, cut into blocks `n` times smaller on both sides, without invisible ones.
 
-    `Refined(a, n) | OnTiles(rule, n)` also keeps the smaller blocks that `rule` keeps by their positions.
+    `Refined(a, n) | OnTiles(rule, n)` also keeps the smaller blocks that `rule` keeps by their positions. Source:
+    BFLA, section 3.3.
     """
 
     inner: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
@@ -106,7 +100,7 @@ class Refined(Combination[ScoresT_contra, BlockMask]):
 @final
 @frozen(cache_hash=True)
 class OnTiles(Combination[BlockScores, BlockMask]):
-    """Keep what `rule` keeps on blocks `n` times smaller on both sides.
+    """Keep what `rule` keeps on blocks `n` times smaller on both sides (BFLA, section 3.3).
 
     It goes with a refined rule on scores, as in `Refined(a, n) | OnTiles(Band(256), n)`.
     """
@@ -124,7 +118,7 @@ class OnTiles(Combination[BlockScores, BlockMask]):
 @final
 @frozen(cache_hash=True)
 class Ranked(Combination[ScoresT_contra, RankedBlockMask]):
-    """Keep what `inner` keeps, ranked by score, best first, for executors that stop early.
+    """Keep what `inner` keeps, ranked by score, best first, for executors that stop early (S2O, section 3.3).
 
     Forced blocks, the diagonal and what `first` keeps get negative ranks, so they are visited first and in any
     case. Ties go to the lower column, so without scores (`NoScorer`) blocks are visited in the order of the

@@ -1,11 +1,4 @@
-"""Rules of position on the cells of a video: frames, tiles and distances between them.
-
-GridSelector   The base class of rules of position on the cells of a video.
-TileWindow     A window of tiles in time, height and width around a query's own (sliding tiles; NABLA, arXiv
-               2507.13546).
-Frames         Frames that all look at, and those around a query's own (LVSA, arXiv 2605.31057).
-Radial         Fewer and fewer keys the farther their frame is (Radial Attention, arXiv 2506.19852, section 4).
-"""
+"""Rules of position on the cells of a video: frames, tiles and distances between them."""
 
 from __future__ import annotations
 
@@ -92,7 +85,7 @@ class TileWindow(GridSelector):
     """Keep the tiles that are at most so many tiles from a query's own in time, in height and in width.
 
     A block counts for all tiles in the box around its cells. So the rule is exact for blocks that are tiles
-    (`TileOrder`), and keeps more in other orders.
+    (`TileOrder`), and keeps more in other orders. Source: NABLA, arXiv 2507.13546.
 
     Args:
         grid: frames, rows and columns, as in a `GridSelector`.
@@ -137,7 +130,7 @@ class Frames(GridSelector):
     A window holds `2 radius + 1` frames, and is moved at the ends of the video. For each of its frames that is
     kept anyway, it gets one more frame at its sides, left and right in turn, the left one first, until the video
     ends. Blocks that hold a cell of a kept frame are kept whole. Where an order has moved cells, a block counts
-    for all frames from that of its first cell to that of its last.
+    for all frames from that of its first cell to that of its last. Source: LVSA, arXiv 2605.31057.
 
     Args:
         grid: frames, rows and columns, as in a `GridSelector`.
@@ -212,7 +205,7 @@ class Radial(GridSelector):
     digits of `d`, and `b` that of the tokens per frame. It never is less than a block; where `2^b / 2^g` would be,
     only each `int(block / (2^b / 2^g))`-th distance is kept. Blocks that hold a pair of tokens which this keeps
     are kept whole. It is made for tokens in place. The first and the last token of a block decide, and where an
-    order has moved tokens, more blocks are kept.
+    order has moved tokens, more blocks are kept. Source: Radial Attention, arXiv 2506.19852, section 4.
 
     Args:
         grid: frames, rows and columns, as in a `GridSelector`.

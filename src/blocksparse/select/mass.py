@@ -1,13 +1,4 @@
-"""Rules that keep a share of the mass: of a row, of a head, or of a row's best block.
-
-TopCdf         Keep the smallest set of blocks that holds a share of the row's mass (PBS-Attn algorithm 2, and
-               others).
-GlobalTopCdf   Keep the smallest set of blocks that holds a share of a whole head's mass (FlexPrefill, arXiv
-               2502.20766).
-PeakShare      Keep every block that is worth a share of the row's best one (FlashPrefill, arXiv 2603.06199,
-               section 3.4).
-RowShare       Keep every block that holds a share of the row's mass, which falls with the length of the row.
-"""
+"""Rules that keep a share of the mass: of a row, of a head, or of a row's best block."""
 
 from __future__ import annotations
 
@@ -74,7 +65,7 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     contrast, `TopCdf` has a budget for each row. Earlier rows compete with later ones, so the choice is not causal
     and depends on how a prompt is chunked. Forced blocks are kept in any case, but are not counted first: they are
     ranked and counted like all others. The search on a GPU takes 5 bytes per block; the sort on other devices
-    takes about 45.
+    takes about 45. Source: FlexPrefill, arXiv 2502.20766.
 
     Args:
         mass: share of the head's total mass, in (0, 1]. A number, or one per query head. 1 keeps every
@@ -106,7 +97,8 @@ class PeakShare(Selector[BlockMass, BlockMask]):
     """Keep blocks with at least the share `alpha` of their row's greatest mass, forced blocks, and the diagonal.
 
     It takes neither a sort nor a running sum. A block without mass is not kept, even where no block of a row has
-    any. How much of the row's mass is kept depends on how it is spread: of `n` equal blocks all are.
+    any. How much of the row's mass is kept depends on how it is spread: of `n` equal blocks all are. Source:
+    FlashPrefill, arXiv 2603.06199, section 3.4.
 
     Args:
         alpha: share of the row's greatest mass, in (0, 1]. A number, or one per query head. At 1 the best block

@@ -1,14 +1,4 @@
-"""Rules of position: blocks that are kept for their position, whatever their scores.
-
-Everything         Keep every visible block, which gives dense attention.
-Sink               Keep the start of the prompt (BFLA, eq. 16; the attention sink).
-Band               Keep the keys near the query (BFLA, eq. 15).
-Stride             Keep every eta-th block of a row (BFLA, eq. 18).
-LastKeys           Keep the end of the sequence for all queries (text behind a picture).
-LastQueries        Keep everything for the last queries (tri-shape of MInference's released code).
-block_indices      The indices of rows and columns by which random rules draw numbers for blocks.
-Random             Keep a random share of the blocks (BFLA, eq. 19).
-"""
+"""Rules of position: blocks that are kept for their position, whatever their scores."""
 
 from __future__ import annotations
 
@@ -174,7 +164,8 @@ class LastKeys(PositionSelector):
 class LastQueries(PositionSelector):
     """Keep every block of the rows that hold one of the last `tokens` queries of the prompt.
 
-    A call ends its prompt unless `remaining` tokens follow: `pipeline(q, k, v, remaining=tokens)`.
+    A call ends its prompt unless `remaining` tokens follow: `pipeline(q, k, v, remaining=tokens)`. Source:
+    MInference's released code.
     """
 
     tokens: int = field(converter=whole, validator=size)

@@ -1,11 +1,4 @@
-"""The role of a selector: BlockScores -> BlockMask; rules of position; and `a | b` and `a & b` of two selectors.
-
-SelectorTraits     What a selector can do besides selecting.
-Selector           Role: selects the blocks to keep.
-Combination        Role: selectors that keep at least what their parts keep.
-PositionSelector   Role: selectors that look at positions alone.
-select             Select with those arguments that a selector takes.
-"""
+"""The role of a selector: BlockScores -> BlockMask; rules of position; `a | b` and `a & b` of two selectors."""
 
 from __future__ import annotations
 

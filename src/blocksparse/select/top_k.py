@@ -1,11 +1,4 @@
-"""Rules that keep a number of the best blocks, or all that are worth more than a bound.
-
-TopK           Keep a fixed number, or a fixed share, of the blocks of each row.
-DecayingTopK   A number of blocks per row that falls toward the end of a prompt (Stem, arXiv 2603.06274).
-Threshold      Keep every block that is worth more than a fixed value (BFLA, section 3.2).
-MeanStd        Keep every block whose logit lies some standard deviations above the row's mean (Sol-Attn, arXiv
-               2607.24027).
-"""
+"""Rules that keep a number of the best blocks, or all that are worth more than a bound."""
 
 from __future__ import annotations
 
@@ -100,7 +93,7 @@ class DecayingTopK(Selector[BlockScores, BlockMask]):
     The number falls evenly to `decay * k` in the last row of the prompt, and is at least 1. Each number is cut to
     a whole one exactly as the floats of the released code are. Early rows keep more, because all later tokens
     depend on early ones. Rows with at most `k` blocks keep all. The diagonal is ranked by its value, and kept in
-    any case. A call for a chunk needs `remaining`, by which it knows the last row.
+    any case. A call for a chunk needs `remaining`, by which it knows the last row. Source: Stem, arXiv 2603.06274.
 
     Args:
         k: blocks per row, at least 1. None is Stem's rule for `n` blocks of keys: all of them below 56, `0.2 n +
@@ -145,7 +138,7 @@ def _first_number(n: int) -> int:
 @final
 @frozen(cache_hash=True)
 class Threshold(Selector[BlockScores, BlockMask]):
-    """Keep blocks whose score is greater than `value`, forced blocks, and the diagonal.
+    """Keep blocks whose score is greater than `value`, forced blocks, and the diagonal (BFLA, section 3.2).
 
     Args:
         value: the threshold, in the units of the scores. A number, or one per query head.
@@ -173,7 +166,7 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
 
     Mean and standard deviation are over the blocks that a row may see. The deviation is that of the logits
     themselves, or the estimate that the scorer gives with them (`BlockLogits.variance`). Nothing is sorted, and a
-    row of equal logits keeps none of them: add a `Band`.
+    row of equal logits keeps none of them: add a `Band`. Source: Sol-Attn, arXiv 2607.24027.
 
     Args:
         tau: how many standard deviations above the mean. Any finite number, or one per query head.

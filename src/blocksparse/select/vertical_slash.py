@@ -1,10 +1,4 @@
-"""The heaviest columns and diagonals of each head (MInference, FlexPrefill).
-
-VerticalSlashTopK    A fixed number of columns and diagonals (MInference, arXiv 2407.02490).
-VerticalSlashCdf     The fewest columns and diagonals of blocks that hold a share of the mass (FlexPrefill,
-                     arXiv 2502.20766).
-RoutedByDivergence   One of two rules for each head (FlexPrefill, arXiv 2502.20766).
-"""
+"""The heaviest columns and diagonals of each head (MInference, FlexPrefill)."""
 
 from __future__ import annotations
 
@@ -54,7 +48,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     """Choose the `vertical` heaviest keys and the `slash` heaviest distances, and keep the blocks that hold them.
 
     Every block that holds a pair on a chosen line is kept whole; the diagonal is kept too. Budgets count keys and
-    distances, and forced ones are taken out of them first.
+    distances, and forced ones are taken out of them first. Source: MInference, arXiv 2407.02490.
 
     Args:
         vertical: how many keys. A number, or one per query head.
@@ -165,8 +159,8 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
 
     A band is as many distances as a block has tokens. The columns alone hold the share `mass` of the last queries'
     weight, and so do the bands alone. So their union holds at least as much, unless `max_budget` cuts it short.
-    Earlier rows are assumed to have the same pattern. The block that holds token 0 and the diagonal are
-    kept in addition and not counted.
+    Earlier rows are assumed to have the same pattern. The block that holds token 0 and the diagonal are kept in
+    addition and not counted. Source: FlexPrefill, arXiv 2502.20766.
 
     Args:
         mass: share of these queries' mass, in [0, 1]. A number, or one per query head. With 0 only `min_budget` is
@@ -249,7 +243,7 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
     """Choose by `similar` in heads whose pooled block weights are near the true ones, else by `otherwise`.
 
     FlexPrefill calls heads of the first kind query-aware and heads of the second kind vertical-slash. The weights
-    are near if their divergence is below `tau`; a NaN is not.
+    are near if their divergence is below `tau`; a NaN is not. Source: FlexPrefill, arXiv 2502.20766.
 
     Args:
         tau: bound of the divergence, which is at most sqrt(ln 2) = 0.833. A number, or one per query head. With 0

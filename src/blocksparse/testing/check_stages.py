@@ -1,9 +1,4 @@
-"""Checks of what every permuter, scorer and selector must guarantee.
-
-check_permuter   A check of what every permuter must guarantee.
-check_scorer     A check of what every scorer must guarantee.
-check_selector   A check of what every selector must guarantee.
-"""
+"""Checks of what every permuter, scorer and selector must guarantee."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """How a model's attention reaches an adapter: by a backend, PyTorch's function, or processors that stand in.
 
-* `Redirect`: How attention of a model reaches an adapter: by a backend of diffusers' dispatcher, or by PyTorch's
-  function.
-* `stand_in`: Processors that stand in for those of a model, so that attention reaches an adapter.
-
 Some processors ask diffusers' dispatcher, and get the name of a backend. The others call PyTorch's function, and
 their calls of it are redirected. Either way the processor's own code runs.
 """

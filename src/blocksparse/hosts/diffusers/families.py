@@ -1,8 +1,4 @@
-"""How diffusers' transformers lay out their tokens, and which models are left out, each with the reason.
-
-How diffusers' transformers lay out their tokens, read from the arguments of their forward calls.
-The models of diffusers with attention that are not a family here, each with the reason.
-"""
+"""How diffusers' transformers lay out their tokens, and which models are left out, each with the reason."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The function that transformers calls instead of its attention, with continuous batching too.
-
-TransformersAdapter   The two functions that transformers calls for an attached model: one makes masks, the
-                      other attends.
-SdpaInPlace           Where calls of continuous batching (`generate_batch`) can be met in transformers: in its
-                      "sdpa" function.
-"""
+"""The function that transformers calls instead of its attention, with continuous batching too."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""`Attachment`: a pipeline that a model uses until it is detached.
-
-ending_name   A name in transformers' registries that ends with its attachment: a copy of it is the name that it
-              replaced.
-Attachment    `Attachment`: a pipeline that a transformers model uses until it is detached.
-"""
+"""`Attachment`: a pipeline that a model uses until it is detached."""
 
 from __future__ import annotations
 

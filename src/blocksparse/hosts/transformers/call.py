@@ -1,8 +1,4 @@
-"""What one attention call of transformers asks for, and the lengths of its prompts.
-
-LastLengths     The lengths of packed prompts, which the host reads once for all layers of a forward pass.
-AttentionCall   One call of attention by a model: which prompts it holds, and why it must be dense.
-"""
+"""What one attention call of transformers asks for, and the lengths of its prompts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""What attends in one layer, and what came of its calls.
-
-Outcomes         What came of the calls of an attached model: a record, and a line in the log if nothing was
-                 sparse.
-LayerAttention   What attends in one layer: its pipeline, or dense attention for short prompts and short
-                 windows.
-"""
+"""What attends in one layer, and what came of its calls."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""What transformers is asked to make as a mask, and models that make their own.
-
-* `mask_of`: What a request of transformers for a mask means: causal prompts, perhaps with a window, or something
-  else.
-* `asks_for_its_function`: Which modules do arithmetic on a mask by themselves, and so need the numbers that
-  "eager" masks hold.
-"""
+"""What transformers is asked to make as a mask, and models that make their own."""
 
 from __future__ import annotations
 

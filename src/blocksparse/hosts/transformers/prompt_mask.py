@@ -1,10 +1,4 @@
-"""Where prompts lie, as masks and the arguments of a model say it.
-
-PromptMask    The mask of prompts, which is made only if it is needed as a tensor, and then a few rows at a
-              time.
-KnownPrompt   How long a prompt is that a model reads in chunks: told by `generate`, or by the code that makes
-              the chunks.
-"""
+"""Where prompts lie, as masks and the arguments of a model say it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Libraries that this machine's C++ compiler makes of files of kernels, when a kernel is first used, and calls of them.
 
-`cpu_calls`: What calls of compiled kernels on a CPU have in common: pointers to functions of the process, and strides.
-
-`compiled`: Libraries that this machine's C++ compiler makes of files of kernels, when a kernel is first used.
-
 One command compiles one file, for this CPU, into the user's cache folder. The name of the result holds a hash of the source,
 the flags, the compiler and the CPU. So a library built from other sources, or for another machine with the same home folder,
 is never loaded. A wheel may bring libraries that are compiled already, for several kinds of CPUs. Those in the folder

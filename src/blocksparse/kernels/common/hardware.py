@@ -1,10 +1,6 @@
 """What a GPU can do, and the shared memory that kernels need of it.
 
-What the hardware has and can do: the questions that several kernels and executors ask, in one place.
-
-`shared_memory`: How much shared memory a kernel that multiplies tiles takes, told before it is compiled; tiles are chosen by this.
-
-It is an upper bound of what Triton's compiler reports. `python -m tests.kernels.compile_ahead` compares the two for every
+`shared_memory` is an upper bound of what Triton's compiler reports. `python -m tests.kernels.compile_ahead` compares the two for every
 target and kernel (docs/support.md).
 """
 

@@ -1,8 +1,4 @@
-"""The Triton kernels of `gemm/products.py`.
-
-The Triton kernel of `block_products`, and of fp32 `products`.
-The Triton kernel of `run_sums`: a program takes some runs of one head.
-"""
+"""The Triton kernels of `gemm/products.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Products of strided pooling tiles (cells), and the sums of their weights over blocks.
 
-The matrix product that kernels share: cells of queries times cells of keys, with sums in fp32. A cell is `slots` consecutive
+Kernels share a matrix product: cells of queries times cells of keys, with sums in fp32. A cell is `slots` consecutive
 tokens of a tensor `[B, H, N, D]`; nothing is copied to make one. A tile of cells is read one slot at a time, through tensor
 descriptors if the GPU has them. Cells may lack tokens at the tail and where a chunk starts: a tile that holds such a cell is
 read token by token.

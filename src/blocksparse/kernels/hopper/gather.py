@@ -1,12 +1,8 @@
 """Keys that are gathered on Hopper: the warps that load them, and the votes by which a row stops.
 
-The four warps that gather keys and values for `gather_attention_hopper.py`, through the index map.
-
-Each thread copies 16 bytes at a time, straight into shared memory (cp.async). A thread cannot ask for one copy, but only
+Four warps gather for `gather_attention_hopper.py`. Each thread copies 16 bytes at a time, straight into shared memory (cp.async). A thread cannot ask for one copy, but only
 wait until all but its last so many groups of copies are done. So keys are announced to the consumers once the next keys
 are in flight, and values likewise.
-
-How the consumers of `gather_attention_hopper.py` agree whether a row has seen enough.
 
 After a tile of keys each consumer posts votes for its queries (`post_vote`), and in the next step each combines the
 votes of all (`is_satisfied`), so that both decide alike. Votes and their barriers have two slots, used in turn.

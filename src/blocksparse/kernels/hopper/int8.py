@@ -1,7 +1,5 @@
 """8-bit operands on Hopper: rows of scores in registers, and one step of a consumer.
 
-Rows of scores of 8-bit operands in the registers of a consumer on Hopper: scales, softmax, fp8 weights.
-
 `hopper/rows.py` describes which scores a thread holds: two rows of the 64, and a quarter of each row's keys. A scale or a
 sum that belongs to a row and to one of its four threads is an entry of a tensor `[64, 4]`. A thread holds two of these
 entries, one for each of its rows. Logits, maxima and scales of values are in base 2, as logarithms.
@@ -14,8 +12,6 @@ only has to prevent overflow. Weights in fp8 are `2^(logit - highest + BASE)` wi
 maximum: a weight then brings its value's scale along (`whole_tile`).
 Weights of 16 bits have `BASE = 0`, and their maximum follows at once. Each row decides by its own logits, so no row depends
 on another.
-
-One step of a consumer on Hopper with 8-bit operands: two matrix products in flight, and the softmax between them.
 
 A step starts the scores of the next tile of keys, then the product of the last tile's weights with its values. It computes
 the softmax of the scores as soon as they are there. `hopper/tile_scheduler.py` explains stages and barriers.

@@ -1,6 +1,4 @@
-"""The softmax of a tile of scores on Hopper, and the softcap of logits.
-
-The softmax of a tile of scores on Hopper, which looks for a row's maximum only where a weight would be large.
+"""The softmax of a tile of scores on Hopper, which looks for a row's maximum only where a weight would be large.
 
 `hopper/rows.py` says which scores a thread holds. Weights are powers of 2 relative to a row's *reference*. Apart from
 rounding the result is the same for any reference, which only has to keep weights from overflowing. So a row keeps its
@@ -12,8 +10,6 @@ maximum at all.
 Each row decides by its own weights, and computing them once more gives a row whose reference stays the same bits. So no row
 depends on another. A row without a key so far has the reference `LOWEST`, relative to which the weight of any logit is
 infinite, so that its first keys raise it.
-
-The softcap of logits on Hopper, and rows that need no maximum because it bounds them.
 
 A capped logit takes a `tanh` and a power of 2. Both come from a unit that makes 16 results in a clock, while the units for
 sums and products make 128. So where no maximum is looked for, `capped_powers` takes some of the powers on these (its

@@ -1,9 +1,4 @@
-"""The Triton kernels of `layout/gather.py`.
-
-The Triton kernel of `gather_rows`, `gather_two` and `scatter_rows`: any dtype, in accesses of 16 bytes.
-The Triton kernel of `gather_pages`.
-The Triton kernel of `band_channels`: a program takes a query head, and the keys of its KV head.
-"""
+"""The Triton kernels of `layout/gather.py`."""
 
 from __future__ import annotations
 

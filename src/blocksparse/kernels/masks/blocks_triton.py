@@ -1,8 +1,4 @@
-"""The Triton kernels of `masks/blocks.py`.
-
-The Triton kernel of `block_places` and `block_bounds`: some programs take blocks of queries, the others blocks of keys.
-The Triton kernel of `block_lists`.
-"""
+"""The Triton kernels of `masks/blocks.py`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """The Triton kernels of `order/coarse_order.py`.
 
-The Triton kernels of `coarse_order` that order the keys that are kept, and the launch of all five kernels.
-
-They are a counting sort. Each program takes a chunk of a row's kept keys. The first kernel counts how many keys of each step
+Keys that are kept are ordered by a counting sort. Each program takes a chunk of a row's kept keys. The first kernel counts how many keys of each step
 its chunk has. From the counts of all chunks, the second knows where in the output its keys of each step begin.
-
-The Triton kernel of `mean_and_products`: fp16, bf16 and fp32; one program per segment, which loads ahead of its sums.
 """
 
 from __future__ import annotations

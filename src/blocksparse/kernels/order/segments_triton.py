@@ -1,13 +1,9 @@
 """The Triton kernels of `order/segments.py`.
 
-The Triton kernels of `key_importance`: fp16, bf16 and fp32.
-
-A program holds a tile of queries on chip and walks a share of the keys. The tiles of the query heads that share a KV
+`key_importance`: a program holds a tile of queries on chip and walks a share of the keys. The tiles of the query heads that share a KV
 head run side by side, so that a key comes from memory once in each pass. The softmax is in base 2, and exact up to rounding.
 
-The Triton kernel of `segment_sort`.
-
-It sorts integers with a value in the upper bits and the value's index in the segment in the lower ones. They are int64 with
+`segment_sort` sorts integers with a value in the upper bits and the value's index in the segment in the lower ones. They are int64 with
 32 bits of each, or for a coarse sort int32 with `log2(S)` bits of index. So no two are equal, and equal values keep their
 order.
 """

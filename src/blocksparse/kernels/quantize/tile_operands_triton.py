@@ -1,8 +1,4 @@
-"""The launches of `int8_query_tiles`, `int8_key_tiles` and `fp8_value_tiles`, and the Triton kernel of the last.
-
-The Triton kernel of `fp8_value_tiles`.
-The launches of `int8_query_tiles`, `int8_key_tiles` and `fp8_value_tiles`: one each, which reads every token once.
-"""
+"""The launches of `int8_query_tiles`, `int8_key_tiles` and `fp8_value_tiles`, and the Triton kernel of the last."""
 
 from __future__ import annotations
 

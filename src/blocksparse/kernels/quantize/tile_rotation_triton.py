@@ -1,8 +1,4 @@
-"""The Triton kernels of `int8_query_tiles` and `int8_key_tiles`: rotation, then rounding.
-
-What the kernels of `tile_operands.py` share: scales of the four groups of each tile (described there).
-The Triton kernels of `int8_query_tiles` and `int8_key_tiles`: rotation, then rounding.
-"""
+"""The Triton kernels of `int8_query_tiles` and `int8_key_tiles`: rotation, then rounding."""
 
 from __future__ import annotations
 

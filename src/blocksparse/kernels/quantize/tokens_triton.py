@@ -1,9 +1,4 @@
-"""The Triton kernels of `quantize/tokens.py`.
-
-What the kernels that round to 8 bits share: tokens read through an index map, and their scales.
-The Triton kernel of `int8_queries` and `int8_keys`: one launch each, every token read from memory once.
-The Triton kernel of `fp8_values`: one launch, every token read once.
-"""
+"""The Triton kernels of `quantize/tokens.py`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The Triton kernels of `score/block_softmax.py`.
-
-The Triton kernel of `block_softmax` and `prefix_softmax`: fp32, in place if `logits` is contiguous.
-The Triton kernel of `gate_blocks`.
-The Triton kernel of `block_divergence`: a program takes one head.
-"""
+"""The Triton kernels of `score/block_softmax.py`."""
 
 from __future__ import annotations
 

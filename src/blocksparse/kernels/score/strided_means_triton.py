@@ -1,10 +1,6 @@
 """The Triton kernels of `score/strided_means.py`.
 
-The Triton kernel of `strided_means`: a program takes some cells of one head, and reads each token once.
-
-The Triton kernel of `group_max`: fp16, bf16 and fp32.
-
-One program multiplies a tile of query groups with a tile of key groups, and stores the best product of each block.
+`group_max`: one program multiplies a tile of query groups with a tile of key groups, and stores the best product of each block.
 """
 
 from __future__ import annotations

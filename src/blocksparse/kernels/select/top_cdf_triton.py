@@ -1,8 +1,4 @@
-"""The Triton kernels of `select/top_cdf.py`.
-
-The Triton kernel of `top_cdf`: one read of the scores, a search instead of a sort.
-The Triton kernel of `row_share`: a program holds whole rows.
-"""
+"""The Triton kernels of `select/top_cdf.py`."""
 
 from __future__ import annotations
 

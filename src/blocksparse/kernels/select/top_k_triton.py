@@ -1,15 +1,7 @@
 """The Triton kernels of `select/top_k.py`, and the search of a row that other selections share.
 
-What selections without a sort share: the key at which a row's running sum, greatest key first, reaches a target.
-
-The Triton kernel of `top_k`: one read of the scores, a search instead of a sort.
-
-The Triton kernel of `visiting_order`: one program for a row of blocks.
-
-A block's place is the number of blocks before it, those of a smaller rank and those of the same rank in a smaller column.
-They are counted instead of sorted: a row of `cols` blocks takes `cols^2` comparisons, and no exchange between threads.
-
-The Triton kernel of `routed`, and one that joins two masks, since calls cannot repeat PyTorch's own operation.
+`visiting_order` counts instead of sorting. The place of a block is the number of blocks before it, those of a smaller rank
+and those of the same rank in a smaller column. This takes `cols^2` comparisons a row, and no exchange between threads.
 """
 
 from __future__ import annotations

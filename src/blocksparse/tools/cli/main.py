@@ -1,9 +1,4 @@
-"""The command `blocksparse`: its subcommands, exit statuses without tracebacks, and `--version --verbose`.
-
-* `version`: What `blocksparse --version --verbose` prints: all that a bug report needs to describe the machine.
-* `main`: The command `blocksparse` and what all of its subcommands share: exit statuses, and no tracebacks for
-  users.
-"""
+"""The command `blocksparse`: its subcommands, exit statuses without tracebacks, and `--version --verbose`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One row of the table: a model reads a text with a fact planted in it, and answers a question about the fact.
-
-Prompt         The prompt: a text with a fact planted in it, and a question about the fact.
-MethodResult   One row of the table: a model reads the prompt with one method, and answers.
-"""
+"""One row of the table: a model reads a text with a fact planted in it, and answers a question about the fact."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The demo itself, from a model to a table, a JSON file and a picture.
-
-table          Results of the demo: a printed table and a JSON file.
-DemoSettings   The demo itself, from a model to a table, a JSON file and a picture.
-"""
+"""The demo itself, from a model to a table, a JSON file and a picture."""
 
 from __future__ import annotations
 

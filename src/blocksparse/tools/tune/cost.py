@@ -1,9 +1,4 @@
-"""Units with their own choice, what candidates do there, and what they cost.
-
-Unit   `Unit` gets its own choice: a layer, or some KV heads of one. `Evaluation` is what a candidate does
-       there.
-Line   What candidates cost: times on the device, and a line of time over density for each candidate.
-"""
+"""Units with their own choice, what candidates do there, and what they cost."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Every measurement on disk as soon as it is made, and how far tuning has come.
-
-Work      How far tuning has come, and about how long the rest takes.
-Journal   `Journal` keeps every measurement on disk as soon as it is made, so that a run which was killed can go
-          on.
-"""
+"""Every measurement on disk as soon as it is made, and how far tuning has come."""
 
 from __future__ import annotations
 

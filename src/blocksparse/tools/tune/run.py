@@ -1,8 +1,4 @@
-"""`tune` finds a plan for a model: sensitivity of layers, then a knapsack, then verification.
-
-         `DEFAULT_CANDIDATES`: what tuning tries unless it is told.
-Budget   `tune` finds a plan for a model: sensitivity of layers, then a knapsack, then verification.
-"""
+"""`tune` finds a plan for a model: sensitivity of layers, then a knapsack, then verification."""
 
 from __future__ import annotations
 
