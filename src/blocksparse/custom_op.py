@@ -114,11 +114,7 @@ def attend(
     histories: Sequence[object] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Check the arguments and run `call`, or, while a graph is traced, put a node into the graph that runs it.
-
-    Raises:
-        TypeError, ValueError: no pipeline can run these arguments.
-    """
+    """Check the arguments and run `call`, or, while a graph is traced, put a node into the graph that runs it."""
     if not is_transformed():
         q, k, v, spec = checked(q, k, v, options, sequences)
         if out is not None:
@@ -160,9 +156,6 @@ def as_numbers(scale: float, options: AttentionOptions) -> tuple[list[float], Te
 
     Sinks are `[Hq]`, or `[]` for one number. How much of a prompt remains is a separate argument, since a graph is
     compiled for each float.
-
-    Raises:
-        TypeError, ValueError: as in `check_options`.
     """
     check_options(options)
     causal, sinks = options.get("causal", True), options.get("sinks")

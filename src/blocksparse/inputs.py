@@ -105,23 +105,14 @@ def check_inputs(
 def checked(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sequences: Sequences | None = None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """Checked q, k and v, and the other arguments of the call as the spec that stages take.
-
-    Raises:
-        TypeError, ValueError: as in `check_inputs` and `AttentionSpec`, or sinks are not one per query head.
-    """
+    """Checked q, k and v, and the other arguments of the call as the spec that stages take."""
     causal, scale = options.get("causal", True), options.get("scale")
     q, k, v, scale = check_inputs(q, k, v, causal=causal, scale=scale, sequences=sequences)
     return q, k, v, AttentionSpec.of(q.shape[1], scale, options)
 
 
 def check_out(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs.
-
-    Raises:
-        TypeError, ValueError: it is not a plain tensor, its dtype, shape, device or strides do not fit, it shares
-            memory with an input, or it requires a gradient.
-    """
+    """Refuse a tensor that cannot hold the output `[B, Hq, M, Dv]` of a call with these inputs."""
     _check_kind("out", out)
     shape = (*q.shape[:3], v.shape[3])
     if out.dtype != q.dtype:
@@ -174,11 +165,7 @@ def _reach(x: Tensor, row: int) -> int:
 
 
 def refuse_mask(attn_mask: object) -> None:
-    """Refuse an attention mask, the fourth argument of `scaled_dot_product_attention`.
-
-    Raises:
-        TypeError: it is not None.
-    """
+    """Refuse an attention mask, the fourth argument of `scaled_dot_product_attention`."""
     if attn_mask is not None:
         raise TypeError(
             "a pipeline takes no attention mask, its selector makes one. Give "
@@ -195,11 +182,7 @@ def differentiates(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse tensors that differentiation follows: outputs of kernels have no gradients, and tangents of 0.
-
-    Raises:
-        ValueError: one of them requires a gradient, or has a forward-mode tangent.
-    """
+    """Refuse tensors that differentiation follows: outputs of kernels have no gradients, and tangents of 0."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("blocksparse computes no gradients. Call it under torch.no_grad(), or detach q, k and v.")
     if torch.compiler.is_compiling():

@@ -36,11 +36,7 @@ class StageTypes(NamedTuple):
 
     @classmethod
     def of(cls, permuter: object, scorer: object, selector: object, executor: object) -> StageTypes:
-        """Types that the stages declare or, where one does not, that later stages need.
-
-        Raises:
-            TypeError: one is not such a stage, or needs a value that the previous stage does not return.
-        """
+        """Types that the stages declare or, where one does not, that later stages need."""
         rule = "The order is permuter, scorer, selector, executor."
         a(Permuter).or_else(rule).check(permuter=permuter)
         a(Scorer).or_else(rule).check(scorer=scorer)
@@ -156,9 +152,6 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
         """Run the first three stages; `done` gets each result as soon as it is there.
 
         Only a `ValueScorer` looks at `v`.
-
-        Raises:
-            ValueError: the batch is empty.
         """
         if not len(q):
             raise ValueError(

@@ -41,11 +41,7 @@ LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**64
 
 
 def checked_scale(scale: float) -> float:
-    """The scale as a float. Any `numbers.Real` is accepted, including numpy's scalars.
-
-    Raises:
-        TypeError, ValueError: it is not a number, or out of range.
-    """
+    """The scale as a float. Any `numbers.Real` is accepted, including numpy's scalars."""
     if not is_real(scale):
         raise TypeError(f"'scale' must be a number: {type(scale).__name__}. Convert it with float().")
     try:
@@ -88,9 +84,6 @@ def check_options(options: AttentionOptions) -> None:
     """Check the arguments that a node of a graph cannot check, since it gets numbers and a tensor.
 
     torch.compile traces this. The node itself checks the numbers in sinks, and for how many heads they are.
-
-    Raises:
-        TypeError, ValueError: an argument is unknown, or not of its kind or out of its range.
     """
     _refuse_unknown(options)
     flag.check(causal=options.get("causal", True))

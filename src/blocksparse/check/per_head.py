@@ -189,11 +189,7 @@ def written(value: object) -> str:
 
 
 def over_blocks(value: PerHead, scores: Tensor) -> Tensor:
-    """The value as a float64 tensor that broadcasts against `scores` `[B, Hq, rows, cols]`.
-
-    Raises:
-        ValueError: there is not one entry per query head.
-    """
+    """The value as a float64 tensor that broadcasts against `scores` `[B, Hq, rows, cols]`."""
     if not isinstance(value, HeadValues):
         return _numbers(value, 1, torch.float64, scores).view(1, 1, 1, 1)
     entries = value.on(scores.device)
@@ -253,11 +249,7 @@ def wrong_heads(name: str, value: PerHead | None, heads: int) -> list[str]:
 
 
 def check_heads(stage: object, heads: int) -> None:
-    """Refuse numbers per query head, of a stage or of one inside of it, that are not for so many heads.
-
-    Raises:
-        ValueError: names the stage and its argument.
-    """
+    """Refuse numbers per query head, of a stage or of one inside of it, that are not for so many heads."""
     kind: Any = type(stage)
     for each in fields(kind) if has(kind) else ():
         value = getattr(stage, each.name)

@@ -86,11 +86,7 @@ def _asked(said: Any) -> type | UnionType | TypeVar | None:
 
 
 def check_takes(needed: tuple[Declared, ...], given: tuple[Declared, ...]) -> None:
-    """Refuse a stage that does not take what another stage gives, by what both declare.
-
-    Raises:
-        TypeError: names both stages, the type needed and the type given.
-    """
+    """Refuse a stage that does not take what another stage gives, by what both declare."""
     for need in needed:
         if given and not any(all(issubclass(one, need.value) for one in _each(gift.value)) for gift in given):
             raise TypeError(
@@ -100,11 +96,7 @@ def check_takes(needed: tuple[Declared, ...], given: tuple[Declared, ...]) -> No
 
 
 def check_got(taker: object, role: type, index: int, value: object) -> None:
-    """Refuse a value that the stage `taker` does not take as type parameter number `index` of its `role`.
-
-    Raises:
-        TypeError: names the stage, the type needed and the type of the value.
-    """
+    """Refuse a value that the stage `taker` does not take as type parameter number `index` of its `role`."""
     cls: type = type(taker)
     said = _said(cls, role, index)
     if isinstance(said, type) and isinstance(value, said):  # a fast way out, as this runs in every call
@@ -117,11 +109,7 @@ def check_got(taker: object, role: type, index: int, value: object) -> None:
 
 
 def check_gave(promised: tuple[Declared, ...], value: object) -> None:
-    """Refuse a value if it is not of the types that the stage which gave it has promised.
-
-    Raises:
-        TypeError: names the stage, the type promised and the type of the value.
-    """
+    """Refuse a value if it is not of the types that the stage which gave it has promised."""
     for stage, promise in promised:
         if not isinstance(value, promise):
             raise TypeError(f"{stage.__name__} must give {a_name(promise)}, and gave {a_name(type(value))}")
@@ -173,20 +161,12 @@ class Stage:
 
 
 def of_parts(causal: bool, *stages: Stage) -> int:
-    """The alignment of stages together.
-
-    Raises:
-        ValueError: as of one of them.
-    """
+    """The alignment of stages together."""
     return lcm(*(stage.alignment(causal) for stage in stages))
 
 
 def by_position(stage: object, causal: bool) -> int:
-    """The alignment of a rule that asks where queries stand.
-
-    Raises:
-        ValueError: the call is not causal.
-    """
+    """The alignment of a rule that asks where queries stand."""
     if not causal:
         raise ValueError(
             f"'{type(stage).__name__}' needs the positions of queries, and a part of a call that is not causal "

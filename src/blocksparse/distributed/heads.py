@@ -49,9 +49,6 @@ def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) ->
 
     Args:
         loads: the work of each query head, `[Hq]`.
-
-    Raises:
-        ValueError: the heads cannot be spread evenly.
     """
     group = Hq // Hkv
     if Hq % ranks or (Hkv % ranks and ranks % Hkv):
@@ -104,11 +101,7 @@ T = TypeVar("T")
 
 
 def of_heads(stage: T, heads: Heads, of: int) -> T:
-    """`stage`, or a whole pipeline, for some query heads of `of`: options per query head are those of these heads.
-
-    Raises:
-        ValueError: an option does not have one number for each of the `of` query heads.
-    """
+    """`stage`, or a whole pipeline, for some query heads of `of`, with options per query head of these alone."""
     changed = {}
     for name, old in arguments(stage).items():
         new: Any = _values_of(old, heads, of) if isinstance(old, HeadValues) else of_heads(old, heads, of)
@@ -128,9 +121,6 @@ def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
 
     Args:
         split: whether the query heads of one KV head are apart.
-
-    Raises:
-        ValueError: names the stage.
     """
     for stage in all_in(pipeline):
         name = type(stage).__name__

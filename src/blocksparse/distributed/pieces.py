@@ -44,9 +44,6 @@ def head_tail(lengths: Sequence[int], before: int, cut: int) -> list[list[Piece]
 
     Late queries see more keys, so that in a causal call each rank then has much the same work. Pieces end at
     multiples of one length, which is a multiple of `cut`; thus the first and the last may be shorter.
-
-    Raises:
-        ValueError: the ranks' `lengths` are not those of such pieces.
     """
     n, (first, *others) = len(lengths), lengths
     if n == 1:
@@ -64,11 +61,7 @@ def head_tail(lengths: Sequence[int], before: int, cut: int) -> list[list[Piece]
 
 
 def cut(tokens: int, ranks: int, before: int, at: int, *, both_ends: bool) -> list[list[Piece]]:
-    """Cut `tokens` after `before` others at multiples of `at`: a piece for each rank, or two as in `head_tail`.
-
-    Raises:
-        ValueError: there are too few tokens for so many pieces.
-    """
+    """Cut `tokens` after `before` others at multiples of `at`: a piece for each rank, or two as in `head_tail`."""
     count, origin = ranks, before // at * at
     blocks = -(-(before + tokens - origin) // at)
     inner = [blocks * i // count for i in range(1, count)]
@@ -111,11 +104,7 @@ def joined(parts: Callable[[], list[Tensor]], pieces: Sequence[Sequence[Piece]])
 
 
 def refuse_cuts(pieces: Sequence[Sequence[Piece]], at: int, what: str) -> None:
-    """Refuse pieces that begin inside a block, except for the first of all.
-
-    Raises:
-        ValueError: names the position.
-    """
+    """Refuse pieces that begin inside a block, except for the first of all."""
     starts = sorted(piece.start for its in pieces for piece in its)[1:]
     if wrong := [start for start in starts if start % at]:
         raise ValueError(

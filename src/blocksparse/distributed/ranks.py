@@ -39,11 +39,7 @@ class Transfer:
     _kept: Sequence[Tensor] = ()
 
     def wait(self) -> None:
-        """Wait for all messages; on a GPU the current stream waits, and the host does not.
-
-        Raises:
-            RuntimeError: another rank has not answered.
-        """
+        """Wait for all messages; on a GPU the current stream waits, and the host does not."""
         self._ranks.forget(self)
         with self._ranks.answering(self._what):
             for work in self._works:
@@ -98,11 +94,7 @@ class Ranks:
         return torch.device(kind, torch.accelerator.current_device_index())
 
     def told(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The `numbers` of every rank, in their order; the host waits for them.
-
-        Raises:
-            RuntimeError: another rank has not answered.
-        """
+        """The `numbers` of every rank, in their order; the host waits for them."""
         with self.answering("comparing their inputs"):
             mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
             them = torch.zeros(self.size * len(numbers), dtype=torch.int64, device=self.device)
@@ -229,9 +221,6 @@ def checked(
     """The inputs of this rank in the form that stages take.
 
     If they are refused, the other ranks are told, so that none of them waits for this one.
-
-    Raises:
-        TypeError, ValueError: the inputs are refused.
     """
     try:
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
@@ -256,12 +245,7 @@ def checked(
 def lengths(
     q: Tensor, k: Tensor, v: Tensor, call: ShardedCall, ranks: Ranks, *, scheme: object
 ) -> tuple[list[int], list[int]]:
-    """How many queries and how many keys each rank has.
-
-    Raises:
-        RuntimeError: another rank has refused its inputs, or does not answer.
-        ValueError: the ranks differ in what must be the same, or a causal call has more queries than keys.
-    """
+    """How many queries and how many keys each rank has."""
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
     spec = call.spec
     bits = struct.unpack("<q", struct.pack("<d", spec.scale))[0]

@@ -128,9 +128,6 @@ class SequenceScheme(Scheme):
 
         Args:
             heads: the query heads and KV heads of the call, where they are known.
-
-        Raises:
-            ValueError: a stage may choose otherwise for a part of the queries.
         """
         pipeline = self._pipeline
         try:
@@ -191,9 +188,6 @@ def attend_whole(
 
     Args:
         permuter: replaces the pipeline's own permuter.
-
-    Raises:
-        ValueError: the call needs an lse, and the executor gives none.
     """
     if dense:
         return AttentionOutput(dense_attention(q, k, v(), call.spec), None)

@@ -354,11 +354,7 @@ def about_kernel() -> str:
 
 
 def compile_kernels() -> list[tuple[Path | None, float]]:
-    """Compile the kernels again. Return the path of each, None if it cannot be kept, and the seconds it took.
-
-    Raises:
-        UserError: one cannot be compiled.
-    """
+    """Compile the kernels again. Return the path of each, None if it cannot be kept, and the seconds it took."""
     made = []
     for source in _SOURCES:
         found = load(source, anew=True)
@@ -369,11 +365,7 @@ def compile_kernels() -> list[tuple[Path | None, float]]:
 
 
 def compile_kernels_for_wheel(package: Path) -> list[Path]:
-    """Compile the kernels for every kind of CPU that a wheel serves, into `package`, the folder of this package.
-
-    Raises:
-        UserError: one cannot be compiled.
-    """
+    """Compile the kernels for every kind of CPU that a wheel serves, into `package`, this package's folder."""
     home = SOURCE.parents[2]
     try:
         return [

@@ -175,11 +175,7 @@ def knows_no_logit_change(spec: AttentionSpec) -> list[str]:
 
 
 def refuse_several_orders(mask: BlockMask, kernel: str) -> None:
-    """Reject a mask whose rows have different key orders, for a kernel that supports one key order.
-
-    Raises:
-        ValueError: the mask has the permutation of such an order.
-    """
+    """Reject a mask whose rows have different key orders, for a kernel that supports one key order."""
     if not isinstance(mask.grid.permutation, GlobalPermutation):
         raise ValueError(
             f"{kernel} takes keys in one order, and rows of this mask have different key orders, as from "

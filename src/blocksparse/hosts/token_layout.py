@@ -169,10 +169,6 @@ def placed(attention: LayerPipeline, grids: tuple[Sizes, ...], text: int, device
 
     Blocks that hold text are kept, as keys of all queries and with all keys for their own queries. An order of
     cells is computed here, once for all layers and steps.
-
-    Raises:
-        TypeError: a pipeline stops early, which it cannot if blocks are added to its choice.
-        ValueError: an order, or a rule on cells, was made for another grid, or places text by itself.
     """
     if isinstance(attention, HeadGroups):
         groups = attention.groups.items()
@@ -190,11 +186,7 @@ def placed(attention: LayerPipeline, grids: tuple[Sizes, ...], text: int, device
 
 
 def check_orders(attention: LayerPipeline) -> None:
-    """Refuse orders that place text by themselves.
-
-    Raises:
-        ValueError: an order has a prefix or a suffix.
-    """
+    """Refuse orders that place text by themselves."""
     pipelines = attention.groups.values() if isinstance(attention, HeadGroups) else (attention,)
     for pipeline in pipelines:
         order = pipeline and pipeline.permuter

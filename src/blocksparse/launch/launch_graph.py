@@ -262,11 +262,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _computed(func: OpOverload, count: int, kwargs: dict[str, Any], *values: Any) -> None:
-    """Run a function on all but the first `count` values, and copy its results into these.
-
-    Raises:
-        CaptureError: contents or switches of PyTorch decide a shape or dtype.
-    """
+    """Run a function on all but the first `count` values, and copy its results into these."""
     for into, x in zip(values[:count], tree_leaves(func(*values[count:], **kwargs)), strict=True):
         if (x.shape, x.dtype) != (into.shape, into.dtype):
             raise CaptureError(f"{func} gives another shape or dtype than before")

@@ -43,11 +43,7 @@ def is_checkpointed() -> bool:
 
 
 def refuse_tracing() -> None:
-    """Refuse to be followed by `torch.jit.trace`, which would keep the blocks of its example for all inputs.
-
-    Raises:
-        ValueError: it follows this call.
-    """
+    """Refuse to be followed by `torch.jit.trace`, which would keep the blocks of its example for all inputs."""
     if cast(Any, torch.jit).is_tracing():
         raise ValueError(
             "torch.jit.trace would keep the blocks of its example for all inputs. Use torch.compile or "
@@ -64,11 +60,7 @@ def is_transformed() -> bool:
 
 
 def refuse_transforms(method: str) -> None:
-    """Refuse a call of a method of pipelines without a graph node.
-
-    Raises:
-        ValueError: tensors may be stand-ins now.
-    """
+    """Refuse a call of a method of pipelines without a graph node."""
     if is_transformed():
         raise ValueError(
             f"torch.compile and torch.func take calls of a pipeline, but not {method!r}. Leave it out of them."

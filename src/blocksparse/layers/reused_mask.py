@@ -183,11 +183,7 @@ class ReusedMask:
 
 
 def shared(schedule: Schedule, layers: int) -> tuple[Attention | None, ...]:
-    """The attention of each layer of a model with `layers` layers, where some layers reuse the choices of others.
-
-    Raises:
-        TypeError, ValueError: as in `Schedule.choosers`.
-    """
+    """The attention of each of `layers` layers of a model, where some reuse the choices of others."""
     choosers, found = schedule.choosers(layers), list[Attention | None](schedule.resolve(layers))
     caches = {chooser: _OfThread(1) for layer, chooser in enumerate(choosers) if layer != chooser}
     for layer, (attention, chooser) in enumerate(zip(schedule.resolve(layers), choosers, strict=True)):

@@ -35,11 +35,7 @@ LayerPipeline = AnyPipeline | HeadGroups
 
 
 def schedule_of(pipeline: object) -> Schedule:
-    """A schedule, made from a schedule or from one pipeline for every layer.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """A schedule, made from a schedule or from one pipeline for every layer."""
     if isinstance(pipeline, Schedule):
         return pipeline
     if not isinstance(pipeline, Pipeline | HeadGroups):

@@ -114,11 +114,7 @@ def table(layers: Sequence[LayerAudit]) -> str:
 
 
 def families(layers: Sequence[LayerAudit]) -> list[Any]:
-    """What was found as metrics of `prometheus_client`: three counters and three gauges with the label `layer`.
-
-    Raises:
-        UserError: `prometheus_client` is not installed.
-    """
+    """What was found as metrics of `prometheus_client`: three counters and three gauges with the label `layer`."""
     try:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     except ModuleNotFoundError:
@@ -163,9 +159,6 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
 
     Heads draw for themselves, because queries that are hard are often hard for many heads: a sample of 64
     positions may miss them, but hardly in every head.
-
-    Raises:
-        ValueError: the executor gave no `lse`, which tells how much mass it covered.
     """
     q, k, v, output = trace.q, trace.k, trace.v, trace.output
     if (visited := output.visited_lse) is None:

@@ -27,11 +27,7 @@ _OWN = re.compile(r"\s*([\w.]+):(\w+)")
 
 
 def preset_named(name: object) -> Callable[..., AnyPipeline]:
-    """The preset for text of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The preset for text of this name."""
     if name not in list(every_preset):  # a list, because JSON may hold what no dict can look up
         raise ValueError(f"there is no preset {shown(name)}. There are {', '.join(every_preset)}.")
     return every_preset[str(name)]
@@ -136,9 +132,6 @@ def written(text: str) -> AnyPipeline:
     """The pipeline that `--preset` names, as `read` gives it.
 
     It selects at any length, also where a GPU would be faster without, unless it would keep everything.
-
-    Raises:
-        UserError: as in `read`.
     """
     return always_sparse(read(text, "--preset"))
 

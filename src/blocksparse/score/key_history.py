@@ -147,12 +147,7 @@ a_history = Rule("a KeyHistory or None", lambda x: x is None or isinstance(x, Ke
 
 
 def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHistory | None]:
-    """The histories of a call: one, or one for each of its sequences; None where there is none.
-
-    Raises:
-        TypeError: there is something else in their place.
-        ValueError: there are more or fewer than sequences, or two sequences have the same.
-    """
+    """The histories of a call: one, or one for each of its sequences; None where there is none."""
     if history is None:
         return [None] * (1 if sequences is None else len(sequences.spans))
     if sequences is None:

@@ -168,12 +168,7 @@ def scored(
     spec: AttentionSpec,
     history: KeyHistory | None = None,
 ) -> ScoresT_co:
-    """Scores from a scorer of any kind, which gets the values and the history if it takes them.
-
-    Raises:
-        ValueError: a `ValueScorer` is called without values; the history is of other keys, or `permutation` moves
-            keys.
-    """
+    """Scores from a scorer of any kind, which gets the values and the history if it takes them."""
     if v is not None and isinstance(scorer, ValueScorer):
         found: ScoresT_co = scorer.with_values(q, k, v, permutation, spec)
         return found

@@ -85,10 +85,6 @@ class DiffusersAdapter:
 
         Args:
             trains: why all attention of the call is dense, if it belongs to a training step.
-
-        Raises:
-            RuntimeError: another forward call of the model still runs.
-            ValueError: a pipeline does not fit the layout.
         """
         if self.elsewhere:
             raise RuntimeError(

@@ -142,11 +142,7 @@ def _layers(
     *,
     apart: bool,
 ) -> tuple[Layer, ...]:
-    """Every attention module over pictures, with the processor that stands in for its own.
-
-    Raises:
-        ValueError: a module is attached already, or has no processor.
-    """
+    """Every attention module over pictures, with the processor that stands in for its own."""
     prefix, routes, layers = f"blocksparse-{uuid4().hex}", dict[Any, DispatcherBackend | Redirect](), []
     for layer, name in ((layer, name) for layer, names_of_block in enumerate(names) for name in names_of_block):
         module = model.get_submodule(name)

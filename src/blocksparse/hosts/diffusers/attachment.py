@@ -31,11 +31,7 @@ class Layer:
     route: DispatcherBackend | Redirect  # where attention of the stand-in goes
 
     def check(self) -> None:
-        """Refuse a module whose attention was changed since it was attached.
-
-        Raises:
-            RuntimeError: it has another processor, or the processor another backend.
-        """
+        """Refuse a module whose attention was changed since it was attached."""
         if self.module.processor is not self.stand_in:
             changed = "processor"
         elif isinstance(self.route, DispatcherBackend) and getattr(self.stand_in, BACKEND) is not self.route.name:

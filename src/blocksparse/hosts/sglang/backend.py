@@ -33,9 +33,6 @@ def backend(runner: Any) -> Any:
 
     Args:
         runner: SGLang's ModelRunner, whose model is loaded.
-
-    Raises:
-        ConfigurationError: the engine is configured in a way that does not fit.
     """
     _check(runner)
     make = ATTENTION_BACKENDS[runner.decode_attention_backend_str]

@@ -112,11 +112,7 @@ class SdpaInPlace:
 
     @classmethod
     def put(cls, adapter: TransformersAdapter) -> SdpaInPlace:
-        """Take the name.
-
-        Raises:
-            ValueError: this version of transformers does not give its sdpa function the paged cache.
-        """
+        """Take the name."""
         if "cache" not in signature(sdpa_attention_forward).parameters:
             raise ValueError(
                 f"continuous batching needs transformers 5.23 or later: {transformers.__version__}. Before, "

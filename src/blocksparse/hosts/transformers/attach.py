@@ -146,11 +146,7 @@ def _refuse_own_functions(configs: Iterable[Any], model: PreTrainedModel) -> Non
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
-    """The configs of all attention that asks for its function, and of the models around it, which make its masks.
-
-    Raises:
-        ValueError: no module asks transformers for its attention function.
-    """
+    """The configs of all attention that asks for its function, and of models around it, which make its masks."""
     asking = [module for module in model.modules() if asks_for_its_function(type(module))]
     if not asking:
         raise ValueError(

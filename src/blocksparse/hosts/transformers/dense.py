@@ -28,9 +28,6 @@ def dense(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
     Also the weights `[B, Hq, M, N]`, if `output_attentions` asks for them. Both functions get a few queries at a
     time where they would otherwise hold a number for every pair.
-
-    Raises:
-        ValueError: the model chooses keys by itself, or its own function is needed and not found.
     """
     kwargs, mask = call.kwargs, call.mask
     if any(kwargs.get(name) is not None for name in _CHOSEN_KEYS):

@@ -175,11 +175,7 @@ def cache_folder() -> Path:
 
 
 def compile_for_wheel(source: Path, folder: Path) -> list[Path]:
-    """Compile `source` for every kind of CPU that a wheel serves, into `folder`.
-
-    Raises:
-        UnavailableError: the compiler is missing, or it fails.
-    """
+    """Compile `source` for every kind of CPU that a wheel serves, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, flags, _ in VARIANTS:

@@ -69,11 +69,7 @@ def only_errors() -> Iterator[None]:
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Context for imports that need this extra of the package.
-
-    Raises:
-        UserError: a package of it is not installed.
-    """
+    """Context for imports that need this extra of the package."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -139,11 +139,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    """Tune, write the plan, and print its cost and its KL.
-
-    Raises:
-        TuneError: the model, the prompts or a number does not allow it; nothing was written.
-    """
+    """Tune, write the plan, and print its cost and its KL."""
     _check(arguments)
     model = _load(arguments.model, arguments.device)
     network = model.network

@@ -66,9 +66,6 @@ def fetch(name: str, into: Path, say: Callable[[str], None] = lambda _: None) ->
     Args:
         name: a key of `SHIPPED`.
         say: called with what is being done, a line each.
-
-    Raises:
-        UserError: the name is not known, the disk is too full, the download failed, or the file is another one.
     """
     shipped = SHIPPED.get(name)
     if shipped is None:

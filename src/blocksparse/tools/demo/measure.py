@@ -48,9 +48,6 @@ def build(tokenizer: Any, text: str, *, tokens: int, depth: float, seed: int = 0
     Args:
         depth: share of the text before the needle, in [0, 1]. The needle goes to the paragraph end before it.
         seed: chooses the city and the number of the needle.
-
-    Raises:
-        UserError: the text is too short for that many tokens, or `tokens` leaves no room for it.
     """
     choose = random.Random(seed)
     city, answer = choose.choice(_CITIES), str(choose.randrange(10_000, 100_000))
@@ -129,9 +126,6 @@ def measure(
             pipeline without them, reads the start of the prompt first.
         keep_layer: the layer whose q, k, v the row keeps.
         on_layer: called after each layer's attention.
-
-    Raises:
-        UserError: heads of the model are too wide for any pipeline.
     """
     network, ids, recorder = model.network, prompt.ids.to(model.device), DensityRecorder()
     begin, executor = time.perf_counter(), "sdpa"

@@ -42,12 +42,7 @@ class Model:
 
     @torch.inference_mode()
     def check_readable(self) -> None:
-        """Refuse a model that `inspect` and `demo` would read wrongly; two prompts of 8 tokens are read.
-
-        Raises:
-            UserError: it takes no other attention function, is not causal, makes its logits otherwise than
-                `logits_of` does, or its logits are not finite.
-        """
+        """Refuse a model that `inspect` and `demo` would read wrongly; two prompts of 8 tokens are read."""
         from blocksparse.hosts.transformers import attach
 
         network, name = self.network, type(self.network).__name__
@@ -85,11 +80,7 @@ def dtype_for(device: torch.device) -> torch.dtype:
 
 
 def load(folder: Path, *, device: torch.device) -> Model:
-    """The transformers model saved in `folder`, in the dtype of `dtype_for`.
-
-    Raises:
-        UserError: the folder holds no causal language model with all of its weights and a tokenizer.
-    """
+    """The transformers model saved in `folder`, in the dtype of `dtype_for`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
@@ -115,11 +106,7 @@ def load(folder: Path, *, device: torch.device) -> Model:
 
 
 def convert_smollm2(folder: Path) -> None:
-    """Save SmolLM2-135M-Instruct in `folder` as a plain bf16 model, once; takes about 15 s.
-
-    Raises:
-        UserError: the package that ships the weights is not installed.
-    """
+    """Save SmolLM2-135M-Instruct in `folder` as a plain bf16 model, once; takes about 15 s."""
     if (folder / "config.json").is_file():
         return
     source = wheel_folder()

@@ -75,9 +75,6 @@ class Journal:
 
         Args:
             about: everything that the measurements depend on.
-
-        Raises:
-            TuneError: the file is not a journal, or belongs to a run with other settings.
         """
         header = json.loads(json.dumps({"about": about}))  # as it will be read back
         try:

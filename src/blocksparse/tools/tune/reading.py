@@ -52,9 +52,6 @@ class Reading:
         Args:
             positions: how many positions of the text to compare.
             keep_outputs: also keep the output of each layer, so that `losses` may start from any layer.
-
-        Raises:
-            TuneError: the model's layers are not found, or it cannot give logits of single positions.
         """
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise TuneError(
@@ -128,11 +125,7 @@ class Call:
 
 
 def decoder_layers(network: Any) -> list[nn.Module]:
-    """The decoder layers of a transformers model, in order.
-
-    Raises:
-        TuneError: they stand in no list.
-    """
+    """The decoder layers of a transformers model, in order."""
     count = int(text_config(network).num_hidden_layers)
     for module in (network.get_decoder() or network).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

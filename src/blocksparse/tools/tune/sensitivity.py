@@ -52,11 +52,7 @@ class Bench:
         return attach(self.network, schedule, min_tokens=1, min_queries=1, recorder=recorder, min_window=None)
 
     def sparse_layers(self, prompt: TunePrompt, layers: int) -> list[int]:
-        """Layers that attend as a pipeline may: causal, without a window or another mask, a softcap or sinks.
-
-        Raises:
-            TuneError: there is none.
-        """
+        """Layers that attend as a pipeline may: causal, without a window or another mask, a softcap or sinks."""
 
         def measure() -> list[int]:
             recorder, plain = DensityRecorder(), set[int]()

@@ -55,11 +55,7 @@ class Session:
         head_groups: int = 1,
         batch: int = 1,
     ) -> Session:
-        """Check everything, and open the journal.
-
-        Raises:
-            TuneError: there are too few prompts, the model cannot be tuned, or the journal is another run's.
-        """
+        """Check everything, and open the journal."""
         for what, some in (("prompts", prompts), ("held", held)):
             if not some:
                 raise TuneError(f"'{what}' must have at least one prompt")

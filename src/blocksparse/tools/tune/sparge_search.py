@@ -59,9 +59,6 @@ def sparge_search(
         bounds: l1 and l2 of the paper.
         lambdas: of each, `pv_skip` of `TritonExecutor`. If None, a grid on a GPU, and none elsewhere, since only
             that executor leaves products with values out.
-
-    Raises:
-        TuneError: as `tune` does.
     """
     skips = (LAMBDAS if network.device.type == "cuda" else ()) if lambdas is None else tuple(sorted(lambdas)[::-1])
     session = Session.begin(
