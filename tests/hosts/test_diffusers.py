@@ -19,10 +19,12 @@ import pytest
 import torch
 from attrs import evolve
 from torch import Tensor
+from torch.testing import assert_close
 
 pytest.importorskip("diffusers")
 
 import diffusers
+from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from tests.hosts.diffusion_models import CASES, LARGE, SMALL, TEXT, Case, at, given, positions
 from tests.hosts.diffusion_pipelines import PIPELINES
@@ -619,6 +621,24 @@ def test_a_mask_of_ones_own_is_dense() -> None:
     with attached(model, Schedule(SPARSE, dense=(0,)), recorder=recorder):
         assert torch.equal(run(model, inputs), expected)
     assert recorder.dense_calls()[1] == recorder.dense_calls()[2] == Counter({"mask": 1})
+
+
+@pytest.mark.parametrize("attaches_first", [True, False])
+def test_guidance_may_skip_the_scores_of_a_layer(attaches_first: bool) -> None:
+    """As perturbed-attention guidance does: the values stand in the place of attention, by a function mode."""
+    skips = LayerSkipConfig([0], skip_attention=False, skip_attention_scores=True, skip_ff=False)
+    model, inputs, recorder = made(CASES["qwen_image"]), given(CASES["qwen_image"], SMALL), DensityRecorder()
+    plain = run(model, inputs)
+    if not attaches_first:
+        apply_layer_skip(model, skips)
+    with attached(model, DENSE_LIMIT, recorder=recorder):
+        if attaches_first:
+            apply_layer_skip(model, skips)
+        out = run(model, inputs)
+    skipped = run(model, inputs)
+    assert float((skipped - plain).abs().max()) > 0.01
+    assert_close(out, skipped)
+    assert recorder.dense_calls() == {0: Counter({"function mode": 1})}
 
 
 def test_modules_called_by_themselves_are_dense() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from blocksparse.hosts.diffusers.families import Arguments, Family
 from blocksparse.hosts.diffusers.steps import StepCounter
 from blocksparse.hosts.token_layout import TokenLayout, placed
+from blocksparse.launch.torch_private import under_a_function_mode
 from blocksparse.layers.attention import Attention
 from blocksparse.layers.reused_mask import MaskCache, ReusedMask
 from blocksparse.layers.schedule import LayerPipeline
@@ -215,7 +216,10 @@ class DiffusersAdapter:
 
     def _dense_anyway(self, layer: int) -> str | None:
         """The reason for dense attention that does not depend on the tensors, or None."""
-        return "no pipeline for this layer" if self.schedule.layers[layer] is None else self.now.dense
+        if self.schedule.layers[layer] is None:
+            return "no pipeline for this layer"
+        # Such as that of perturbed-attention guidance, which puts the values in the place of attention.
+        return "function mode" if under_a_function_mode() else self.now.dense
 
     def _dense_because(
         self,

@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 from attrs import frozen
+from diffusers.hooks._helpers import AttentionProcessorRegistry
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
@@ -220,4 +221,9 @@ def _kind(kind: Any, *, redirected: bool) -> Any:
         "__reduce__": lambda self: (copy, (own_of(self),)),
         "__module__": kind.__module__,
     }
-    return type(kind.__name__, (kind,), methods | ({"__call__": call_redirected} if redirected else {}))
+    twins: Any = type(kind.__name__, (kind,), methods | ({"__call__": call_redirected} if redirected else {}))
+    # Guidance that skips attention looks up how, by the class.
+    AttentionProcessorRegistry._register()
+    if kind in AttentionProcessorRegistry._registry:
+        AttentionProcessorRegistry.register(twins, AttentionProcessorRegistry.get(kind))
+    return twins
