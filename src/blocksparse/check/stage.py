@@ -143,9 +143,12 @@ class Stage:
             and kernels of this library. It makes all of its tensors from those that it gets, by these functions:
             a stage that takes one from elsewhere, `torch.tensor` included, or draws random numbers, runs in each
             call.
+        by_row: whether a call may be cut anywhere, since each row of blocks chooses by itself. Or why it may not,
+            in words that follow the name of the class.
     """
 
     replayable: ClassVar[bool] = False
+    by_row: ClassVar[bool | str] = False
 
     def alignment(self, causal: bool) -> int:
         """Number of tokens at whose multiples a call may be cut, so that each part chooses as the whole call.
@@ -157,6 +160,10 @@ class Stage:
             ValueError: a part may choose otherwise. The message has the reason, if the stage defines one.
         """
         name = type(self).__name__
+        if self.by_row is True:
+            return 1
+        if self.by_row:
+            raise ValueError(f"'{name}' {self.by_row}")
         raise ValueError(f"{name} does not say where queries may be cut, as a method 'alignment' of {name} would")
 
 

@@ -198,6 +198,8 @@ class KMeansOrder(Permuter[GlobalPermutation]):
     prefix: int = field(default=0, converter=whole, validator=count, kw_only=True)
     suffix: int = field(default=0, converter=whole, validator=count, kw_only=True)
 
+    by_row = "orders all queries of a call together, and a part has some"
+
     def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
         """The order of `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`."""
         return GlobalPermutation(
@@ -228,9 +230,6 @@ class KMeansOrder(Permuter[GlobalPermutation]):
             centres = torch.where(members > 0, sums / members.clamp_min(1), centres)
             label = _nearest(x, centres)
         return label
-
-    def alignment(self, causal: bool) -> int:
-        raise ValueError(f"'{type(self).__name__}' orders all queries of a call together, and a part has some")
 
 
 def _sums(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,8 @@ class GridOrder(OnGrid, Permuter[GlobalPermutation]):
 
     suffix: int | None = field(default=0, converter=maybe_whole, validator=optional(count), kw_only=True)
 
+    by_row = "orders all queries of a call together, and a part has some"
+
     @abstractmethod
     def cells(self, device: torch.device | str) -> Tensor | None:
         """The cell in each slot, `[T * H * W]` int64. Cells are counted frame by frame and row by row.
@@ -115,9 +117,6 @@ class GridOrder(OnGrid, Permuter[GlobalPermutation]):
             f"{type(self).__name__} needs {'at least ' if self.suffix is None else ''}{expected} keys "
             f"({tokens}): Nk={N}. Give the grid after patching as (T, H, W), text tokens as prefix= and suffix=."
         )
-
-    def alignment(self, causal: bool) -> int:
-        raise ValueError(f"'{type(self).__name__}' orders all queries of a call together, and a part has some")
 
 
 @final

@@ -222,9 +222,7 @@ class Identity(Permuter[GlobalPermutation]):
     """Leave every token where it is. Costs nothing: no index map is made."""
 
     moves_keys = False
+    by_row = True
 
     def __call__(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> GlobalPermutation:
         return GlobalPermutation()
-
-    def alignment(self, causal: bool) -> int:
-        return 1

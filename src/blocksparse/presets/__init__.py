@@ -25,33 +25,18 @@ from blocksparse.presets.text import (
 )
 from blocksparse.presets.video import dfs_attn, lva, nabla, radial, sol_attn, sparge, subblock, svg2
 
-every_preset: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
-    "auto": auto,
-    "pbs_attn": pbs_attn,
-    "pbs_attn_plus": pbs_attn_plus,
-    "mean_pooling": mean_pooling,
-    "bfla": bfla,
-    "s2o": s2o,
-    "sparge": sparge,
-    "xattention": xattention,
-    "flex_prefill": flex_prefill,
-    "minference": minference,
-    "a_shape": a_shape,
-    "tri_shape": tri_shape,
-    "flash_prefill": flash_prefill,
-    "prism": prism,
-    "stem": stem,
-    "skip_softmax": skip_softmax,
-}
+_Makes = Callable[..., Pipeline[Any, Any, Any]]
+
+
+def _by_name(*presets: _Makes) -> dict[str, _Makes]:
+    return {preset.__name__: preset for preset in presets}
+
+
+every_preset = _by_name(
+    auto, pbs_attn, pbs_attn_plus, mean_pooling, bfla, s2o, sparge, xattention, flex_prefill, minference, a_shape,
+    tri_shape, flash_prefill, prism, stem, skip_softmax,
+)  # fmt: skip
 """Every preset for text by name. Each can be called without arguments, or with `executor=` alone."""
 
-video_presets: dict[str, Callable[..., Pipeline[Any, Any, Any]]] = {
-    "subblock": subblock,
-    "sol_attn": sol_attn,
-    "dfs_attn": dfs_attn,
-    "radial": radial,
-    "nabla": nabla,
-    "lva": lva,
-    "svg2": svg2,
-}
+video_presets = _by_name(subblock, sol_attn, dfs_attn, radial, nabla, lva, svg2)
 """Those for pictures and videos, in calls that are not causal; some need the grid of the cells, or more."""

@@ -117,6 +117,8 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         kw_only=True,
     )
 
+    by_row = "scores by the last queries of a call, which only its last part has"
+
     @property
     def traits(self) -> ScorerTraits:
         return ScorerTraits(history=True, values_below=self.tau if self.pooled else None)
@@ -172,11 +174,6 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
             columns=columns,
             bands=bands,
             tau=self.tau if self.pooled else None,
-        )
-
-    def alignment(self, causal: bool) -> int:
-        raise ValueError(
-            f"'{type(self).__name__}' scores by the last queries of a call, which only its last part has"
         )
 
 

@@ -39,6 +39,8 @@ class GridSelector(OnGrid, PositionSelector):
         prefix: how many tokens of text stand before the cells.
     """
 
+    by_row = "needs the cells of queries, and a part of a call does not know them"
+
     @abstractmethod
     def among_cells(self, grid: Grid) -> Tensor:
         """Mask of the blocks to keep for their cells, broadcastable to `[B, Hq, rows, cols]` bool."""
@@ -65,11 +67,6 @@ class GridSelector(OnGrid, PositionSelector):
         cells = prod(self.sizes)
         bounds = (grid.q_first, grid.q_last, grid.k_first, grid.k_last)
         return _Blocks(*((x - self.prefix).clamp(0, cells - 1) for x in bounds))
-
-    def alignment(self, causal: bool) -> int:
-        raise ValueError(
-            f"'{type(self).__name__}' needs the cells of queries, and a part of a call does not know them"
-        )
 
 
 _window = Rule(

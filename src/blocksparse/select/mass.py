@@ -37,6 +37,7 @@ class TopCdf(Selector[BlockMass, BlockMask]):
     crossing: bool = field(default=True, validator=flag, kw_only=True)
 
     traits = SelectorTraits(always=True)
+    by_row = True
 
     def __call__(self, scores: BlockMass, *, always: AlwaysKept = NO_BLOCKS) -> BlockMask:
         keep = top_cdf(
@@ -51,9 +52,6 @@ class TopCdf(Selector[BlockMass, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1
-
-    def alignment(self, causal: bool) -> int:
-        return 1
 
 
 @final
@@ -78,6 +76,7 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     crossing: bool = field(default=True, kw_only=True, validator=flag)
 
     traits = SelectorTraits(heads=True)
+    by_row = "has one budget for all rows of a call, and a part has some rows"
 
     def __call__(self, scores: BlockMass, *, heads: HeadMask | None = None) -> BlockMask:
         mass = over_blocks(self.mass, scores.values)
@@ -86,9 +85,6 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1
-
-    def alignment(self, causal: bool) -> int:
-        raise ValueError("'GlobalTopCdf' has one budget for all rows of a call, and a part has some rows")
 
 
 @final
@@ -108,14 +104,12 @@ class PeakShare(Selector[BlockMass, BlockMask]):
     alpha: PerHead = field(converter=per_head, validator=share)
 
     traits = SelectorTraits(always=True)
+    by_row = True
 
     def __call__(self, scores: BlockMass, *, always: AlwaysKept = NO_BLOCKS) -> BlockMask:
         alpha = number_or_blocks(self.alpha, scores.values)
         keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="peak", always=always)
         return BlockMask(keep, scores.grid)
-
-    def alignment(self, causal: bool) -> int:
-        return 1
 
 
 @final
@@ -135,11 +129,9 @@ class RowShare(Selector[BlockMass, BlockMask]):
     alpha: PerHead = field(converter=per_head, validator=positive)
 
     traits = SelectorTraits(always=True)
+    by_row = True
 
     def __call__(self, scores: BlockMass, *, always: AlwaysKept = NO_BLOCKS) -> BlockMask:
         alpha = number_or_blocks(self.alpha, scores.values)
         keep = row_share(scores.values, scores.forced, alpha, scores.grid, of="row", always=always)
         return BlockMask(keep, scores.grid)
-
-    def alignment(self, causal: bool) -> int:
-        return 1

@@ -24,14 +24,13 @@ from blocksparse.select.selector import PositionSelector
 class Everything(PositionSelector):
     """Keep every visible block, whatever its score. The result is dense attention."""
 
+    by_row = True
+
     def where(self, grid: Grid) -> Tensor:
         return grid.visible
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return True
-
-    def alignment(self, causal: bool) -> int:
-        return 1
 
 
 @final
@@ -41,6 +40,8 @@ class Sink(PositionSelector):
 
     tokens: int = field(default=1, converter=whole, validator=size)
 
+    by_row = True
+
     def where(self, grid: Grid) -> Tensor:
         return grid.holding_first(self.tokens)
 
@@ -49,9 +50,6 @@ class Sink(PositionSelector):
 
     def parts(self) -> tuple[AlwaysKept, tuple[PositionSelector, ...]]:
         return AlwaysKept(first=self.tokens), ()
-
-    def alignment(self, causal: bool) -> int:
-        return 1
 
 
 @final
@@ -145,6 +143,8 @@ class LastKeys(PositionSelector):
 
     tokens: int = field(converter=whole, validator=size)
 
+    by_row = True
+
     def where(self, grid: Grid) -> Tensor:
         return grid.k_last >= min(grid.prompt_keys - min(self.tokens, grid.prompt_keys), FAR)
 
@@ -154,9 +154,6 @@ class LastKeys(PositionSelector):
     @property
     def prompt_tail(self) -> int:
         return self.tokens
-
-    def alignment(self, causal: bool) -> int:
-        return 1
 
 
 @final
@@ -170,6 +167,8 @@ class LastQueries(PositionSelector):
 
     tokens: int = field(converter=whole, validator=size)
 
+    by_row = True
+
     def where(self, grid: Grid) -> Tensor:
         return grid.q_last >= last_from(self.tokens, grid)
 
@@ -182,9 +181,6 @@ class LastQueries(PositionSelector):
 
     def parts(self) -> tuple[AlwaysKept, tuple[PositionSelector, ...]]:
         return AlwaysKept(last=self.tokens), ()
-
-    def alignment(self, causal: bool) -> int:
-        return 1
 
 
 _WORKSPACE = 2**24  # draws that are held at a time

@@ -146,14 +146,13 @@ class Threshold(Selector[BlockScores, BlockMask]):
 
     value: PerHead = field(converter=per_head, validator=any_number, repr=written)
 
+    by_row = True
+
     def __call__(self, scores: BlockScores) -> BlockMask:
         grid = scores.grid
         keep = scores.values > over_blocks(self.value, scores.values).float()
         keep = keep if scores.forced is None else keep | scores.forced
         return BlockMask(keep_visible(keep, grid, diagonal=True), grid)
-
-    def alignment(self, causal: bool) -> int:
-        return 1
 
 
 _LEAST_VARIANCE = 1e-6 * math.log(2) ** 2  # 1e-6 for logits in base 2, as in the authors' code
@@ -174,6 +173,8 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
 
     tau: PerHead = field(default=1.0, converter=per_head, validator=finite)
 
+    by_row = True
+
     def __call__(self, scores: BlockLogits) -> BlockMask:
         grid, values, tau = scores.grid, scores.values, over_blocks(self.tau, scores.values)
         visible = grid.visible
@@ -187,9 +188,6 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
         keep = values > bound.to(values.dtype)
         keep = keep if scores.forced is None else keep | scores.forced
         return BlockMask(keep_visible(keep, grid, diagonal=True), grid)
-
-    def alignment(self, causal: bool) -> int:
-        return 1
 
 
 def _sum(x: Tensor, where: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from blocksparse.select.positions import block_indices
 from blocksparse.select.selector import Selector, SelectorTraits, select
 
 _LEAST_VERTICAL, _LEAST_SLASH = 30, 50  # the least budgets in the released code
+_BY_LAST_QUERIES = "chooses lines of a whole call, by the scores of its last queries"
 
 
 @final
@@ -69,6 +70,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     released: bool = field(default=False, kw_only=True, validator=flag)
 
     traits = SelectorTraits(reads_values=False)
+    by_row = _BY_LAST_QUERIES
 
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
         grid = scores.grid
@@ -117,11 +119,6 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     def _count(self, budget: PerHead, least: int, scores: VerticalSlashScores) -> Tensor:
         count = over_blocks(budget, scores.values)[..., 0]  # [1, Hq|1, 1]
         return count.clamp_min(least) if self.released else count
-
-    def alignment(self, causal: bool) -> int:
-        raise ValueError(
-            f"'{type(self).__name__}' chooses lines of a whole call, by the scores of its last queries"
-        )
 
 
 def _tiles(scores: VerticalSlashScores, distances: Tensor) -> Tensor:
@@ -183,6 +180,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
             raise ValueError(f"'max_budget' must be at least 'min_budget' ({self.min_budget}): {most}")
 
     traits = SelectorTraits(heads=True, mask=True, reads_values=False)
+    by_row = _BY_LAST_QUERIES
 
     def __call__(
         self, scores: VerticalSlashScores, *, heads: HeadMask | None = None, mask: BlockMask | None = None
@@ -231,11 +229,6 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         least, most = (None if x is None else cdiv(min(x, FAR), block) for x in (self.min_budget, self.max_budget))
         return least or 0, most
 
-    def alignment(self, causal: bool) -> int:
-        raise ValueError(
-            f"'{type(self).__name__}' chooses lines of a whole call, by the scores of its last queries"
-        )
-
 
 @final
 @frozen(cache_hash=True)
@@ -257,6 +250,8 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
     tau: PerHead = field(converter=per_head, validator=at_least_0, repr=written)
     similar: Selector[VerticalSlashScores, BlockMask] = field(validator=a(Selector))
     otherwise: Selector[VerticalSlashScores, BlockMask] = field(validator=a(Selector))
+
+    by_row = "decides by the last queries of a call, which only its last part has"
 
     def __attrs_post_init__(self) -> None:
         for rule in (self.similar, self.otherwise):
@@ -282,11 +277,6 @@ class RoutedByDivergence(Selector[VerticalSlashScores, BlockMask]):
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return all(rule.keeps_everything(M, N, causal=causal) for rule in (self.similar, self.otherwise))
-
-    def alignment(self, causal: bool) -> int:
-        raise ValueError(
-            "'RoutedByDivergence' decides by the last queries of a call, which only its last part has"
-        )
 
 
 def reads_beyond(selector: Selector[Any, Any], tau: PerHead) -> bool:

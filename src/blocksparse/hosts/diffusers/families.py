@@ -8,68 +8,58 @@ from blocksparse.hosts.diffusers import family, joint
 from blocksparse.hosts.diffusers.family import Arguments as Arguments
 from blocksparse.hosts.diffusers.family import Family as Family
 
-_AUDIO = "its tokens are sound, which has no grid and is short"
-_NO_PICTURE = "it decodes or encodes, and makes no picture step by step"
-_LINEAR = "its attention over pictures is linear and has no blocks to leave out"
-_OWN_BLOCKS = "it makes block-sparse masks of its own for FlexAttention"
-_ALL_PAIRS = "it makes a mask of all pairs of tokens, so that its own attention is what must change"
-_NOT_READ = "nobody has read yet where its tokens stand"
 
-DENSE_BY_CHOICE: Mapping[str, str] = {
-    "AceStepTransformer1DModel": _AUDIO,
-    "AnimaTextConditioner": "its tokens are text",
-    "AnyFlowFARTransformer3DModel": _OWN_BLOCKS,
-    "AutoencoderKLKVAEAudio": _NO_PICTURE,
-    "AutoencoderKLMiniMaxH3": _NO_PICTURE,
-    "AutoencoderKLMiniMaxH3Audio": _NO_PICTURE,
-    "AutoencoderSAME": _NO_PICTURE,
-    "DreamLiteUNetModel": "a U-Net, whose largest grids have no attention",
-    "Kandinsky6SRTransformer3DModel": _OWN_BLOCKS,
-    "LTX2VideoDiffusionDecoderModel": _NO_PICTURE,
-    "LatteTransformer3DModel": "it attends inside frames and along time apart, a few thousand tokens at most",
-    "LongCatAudioDiTTransformer": _AUDIO,
-    "MMAudioVAE": _NO_PICTURE,
-    "MiniMaxMusic3RVQDepthDecoder": _AUDIO,
-    "MiniMaxMusic3Transformer1DModel": _AUDIO,
-    "PriorTransformer": "its tokens are text, less than a hundred",
-    "RFD4ProteinaAutoencoder": _NO_PICTURE,
-    "RFD4ProteinaTransformer": "its attention has a bias for each pair of tokens",
-    "SanaTransformer2DModel": _LINEAR,
-    "SanaVideoTransformer3DModel": _LINEAR,
-    "SanaWMTransformer3DModel": _LINEAR,
-    "StableAudio3DiTModel": _AUDIO,
-    "StableAudioDiTModel": _AUDIO,
-    "T5FilmDecoder": _AUDIO,
-    "TransformerTemporalModel": "it attends along time alone, tens of tokens",
-    "WanAnimate2Transformer3DModel": _OWN_BLOCKS,
-}
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
+    """The reason of each model, from the names of models by reason."""
+    return {name: reason for reason, names in reasons.items() for name in names.split()}
+
+
+DENSE_BY_CHOICE: Mapping[str, str] = _by_reason(
+    {
+        "its tokens are sound, which has no grid and is short": (
+            "AceStepTransformer1DModel LongCatAudioDiTTransformer MiniMaxMusic3RVQDepthDecoder "
+            "MiniMaxMusic3Transformer1DModel StableAudio3DiTModel StableAudioDiTModel T5FilmDecoder"
+        ),
+        "its tokens are text": "AnimaTextConditioner",
+        "it makes block-sparse masks of its own for FlexAttention": (
+            "AnyFlowFARTransformer3DModel Kandinsky6SRTransformer3DModel WanAnimate2Transformer3DModel"
+        ),
+        "it decodes or encodes, and makes no picture step by step": (
+            "AutoencoderKLKVAEAudio AutoencoderKLMiniMaxH3 AutoencoderKLMiniMaxH3Audio AutoencoderSAME "
+            "LTX2VideoDiffusionDecoderModel MMAudioVAE RFD4ProteinaAutoencoder"
+        ),
+        "a U-Net, whose largest grids have no attention": "DreamLiteUNetModel",
+        "it attends inside frames and along time apart, a few thousand tokens at most": "LatteTransformer3DModel",
+        "its tokens are text, less than a hundred": "PriorTransformer",
+        "its attention has a bias for each pair of tokens": "RFD4ProteinaTransformer",
+        "its attention over pictures is linear and has no blocks to leave out": (
+            "SanaTransformer2DModel SanaVideoTransformer3DModel SanaWMTransformer3DModel"
+        ),
+        "it attends along time alone, tens of tokens": "TransformerTemporalModel",
+    }
+)
 """Transformers whose attention stays dense on purpose."""
 
-UNKNOWN: Mapping[str, str] = {
-    "AllegroTransformer3DModel": _NOT_READ,
-    "AuraFlowTransformer2DModel": _NOT_READ,
-    "BriaFibo2Transformer2DModel": _NOT_READ,
-    "BriaFiboTransformer2DModel": _ALL_PAIRS,
-    "CogView3PlusTransformer2DModel": _NOT_READ,
-    "DiTTransformer2DModel": _NOT_READ,
-    "DreamLiteTransformer2DModel": _NOT_READ,
-    "EasyAnimateTransformer3DModel": _NOT_READ,
-    "GlmImageTransformer2DModel": "it may keep keys of references from an earlier call",
-    "HiDreamImageTransformer2DModel": "its experts and its text, which differs from block to block, were not read",
-    "HunyuanDiT2DModel": _NOT_READ,
-    "Ideogram4Transformer2DModel": _ALL_PAIRS,
-    "JoyImageEditPlusTransformer3DModel": _NOT_READ,
-    "JoyImageEditTransformer3DModel": _NOT_READ,
-    "Lumina2Transformer2DModel": _NOT_READ,
-    "LuminaNextDiT2DModel": _NOT_READ,
-    "NucleusMoEImageTransformer2DModel": _NOT_READ,
-    "OmniGenTransformer2DModel": _ALL_PAIRS,
-    "PRXTransformer2DModel": _NOT_READ,
-    "PixArtTransformer2DModel": _NOT_READ,
-    "SanaWMLTX2RefinerTransformer3DModel": _NOT_READ,
-    "Transformer2DModel": _NOT_READ,
-    "ZImageControlNetModel": "a control net runs beside a transformer, and `attach` knows transformers alone",
-}
+UNKNOWN: Mapping[str, str] = _by_reason(
+    {
+        "nobody has read yet where its tokens stand": (
+            "AllegroTransformer3DModel AuraFlowTransformer2DModel BriaFibo2Transformer2DModel "
+            "CogView3PlusTransformer2DModel DiTTransformer2DModel DreamLiteTransformer2DModel "
+            "EasyAnimateTransformer3DModel HunyuanDiT2DModel JoyImageEditPlusTransformer3DModel "
+            "JoyImageEditTransformer3DModel Lumina2Transformer2DModel LuminaNextDiT2DModel "
+            "NucleusMoEImageTransformer2DModel PRXTransformer2DModel PixArtTransformer2DModel "
+            "SanaWMLTX2RefinerTransformer3DModel Transformer2DModel"
+        ),
+        "it makes a mask of all pairs of tokens, so that its own attention is what must change": (
+            "BriaFiboTransformer2DModel Ideogram4Transformer2DModel OmniGenTransformer2DModel"
+        ),
+        "it may keep keys of references from an earlier call": "GlmImageTransformer2DModel",
+        "its experts and its text, which differs from block to block, were not read": (
+            "HiDreamImageTransformer2DModel"
+        ),
+        "a control net runs beside a transformer, and `attach` knows transformers alone": "ZImageControlNetModel",
+    }
+)
 """Transformers that a `Family` might make sparse, and what stands in the way."""
 
 LEFT_OUT: Mapping[str, str] = {
