@@ -1,21 +1,12 @@
 """Device functions that Triton kernels share.
 
-`strides_triton`: Strides that change with the prompt's length, handed over so that a kernel need not be compiled again.
-
 Triton specialises a kernel on each integer argument: it compiles again when the integer becomes 1, a multiple of 16, or
 neither. It can be told not to specialise on an argument, but always does so on entries of a tuple. Strides of q, k and v
 are multiples of the head dim, and keep their kind whatever the length; those of lists, masks and scores do not. So these
 are multiplied by 16 (`alike`), and the kernel divides by 16 again (`head_at`).
 
-`rows_triton`: Rows of queries, keys and values, as kernels load them.
-
-`softmax_triton`: The online softmax, in base 2: sums of weights relative to the largest score met so far (arXiv 1805.02867).
-
-A masked score is -inf, and all scores of a row may be: then its maximum is -inf, and its sum 0.
-
-`softcap_triton`: The softcap of logits, in arithmetic that every target of Triton has, and its interpreter.
-
-`below_triton`: Which heads a kernel may leave out (`sizes.py`). Axis 1 of the programs is the head, and axis 2 the batch entry.
+The online softmax is in base 2: sums of weights are relative to the largest score met so far (arXiv 1805.02867). A masked
+score is -inf, and all scores of a row may be: then its maximum is -inf, and its sum 0.
 """
 
 from __future__ import annotations
@@ -130,7 +121,7 @@ def asked(heads: HeadMask | None) -> tuple[Tensor | None, Tensor | None, int | N
 
 @triton.jit
 def not_asked(number_ptr, bound_ptr, bound_stride, OTHERS: tl.constexpr = False):
-    """Whether no caller asks for this program's head."""
+    """Whether no caller asks for this program's head: axis 1 of the programs is the head, and axis 2 the batch entry."""
     head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     below = tl.load(number_ptr + head).to(tl.float64) < tl.load(bound_ptr + tl.program_id(1) * bound_stride)
     if OTHERS:

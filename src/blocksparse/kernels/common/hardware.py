@@ -1,7 +1,7 @@
 """What a GPU can do, and the shared memory that kernels need of it.
 
-`shared_memory` is an upper bound of what Triton's compiler reports. `python -m tests.kernels.compile_ahead` compares the two for every
-target and kernel (docs/support.md).
+That memory is an upper bound of what Triton's compiler reports. `python -m tests.kernels.compile_ahead` compares the two for
+every target and kernel (docs/support.md).
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """What sizes decide: rounded numbers, memory for results, and the heads that a kernel is asked for.
 
-`sizes`: Sizes of grids and tiles, in plain Python: `triton.cdiv` and its like take the host microseconds a call.
-
-How tensors lie in memory: which order of axes outputs get, and what the bulk copy engine takes.
-
-Heads of which somebody asks for something: those whose number lies below a bound, or all others.
-
-A kernel that is told so leaves the other heads out, without the host knowing which they are.
+It is plain Python, since `triton.cdiv` and its like take the host microseconds a call.
 """
 
 from __future__ import annotations
@@ -120,7 +114,10 @@ def for_bulk_copies(x: Tensor) -> Tensor:
 
 
 class HeadMask(NamedTuple):
-    """The heads whose number is below a bound, or with `others` the heads where it is not; a NaN is not."""
+    """The heads whose number is below a bound, or with `others` the heads where it is not; a NaN is not.
+
+    A kernel that is told so leaves the other heads out, without the host knowing which they are.
+    """
 
     number: Tensor  # [B, H]
     bound: Tensor  # [1, H|1, 1, 1] float64

@@ -1,6 +1,6 @@
 """Matrix products in the precision that a choice of blocks needs: of tokens, of blocks and of cells.
 
-`products`: Products of matrices: this is the only place where plain torch multiplies them.
+`products`: this is the only place where plain torch multiplies matrices.
 
     products[b, h, i, j] = q[b, h, i] . k[b, h // (Hq / H), j]
 
@@ -8,7 +8,7 @@ The result depends on the inputs alone. Autocast does not change it, nor do torc
 (to TF32 on GPUs, to bf16 or TF32 on CPUs). Since cuBLAS obeys such settings, fp32 takes the kernel in `products_triton.py`
 on GPUs. On CPUs with such products oneDNN obeys them, so fp32 is multiplied in float64 while the settings are on.
 
-`flash_on_cpu`: Dense attention with its lse by PyTorch's flash kernel for CPUs.
+`flash_on_cpu`: dense attention with its lse by PyTorch's flash kernel for CPUs.
 
     out[b, h, i] = sum_j softmax_j(scale * q[b, h, i] . k[b, h, j]) v[b, h, j]
 
@@ -22,10 +22,6 @@ torch round fp32 products to.
 
 The kernel leaves out launch tiles in which causality allows no block, so entries there hold anything. Each of its products
 is made of three tf32 products on the tensor cores, and as exact as one in fp32.
-
-`run_sums`: Sums over runs of entries that stand side by side.
-
-`strided_products`: What kernels over cells share. A cell is some consecutive tokens, taken as one long vector.
 """
 
 from __future__ import annotations
@@ -160,7 +156,10 @@ def run_sums(x: Tensor, run: int) -> Tensor:
 
 @frozen(eq=False)
 class StridedPooling:
-    """How tokens are cut into strided pooling tiles (cells), cells into blocks, and which pairs of cells may meet."""
+    """How tokens are cut into strided pooling tiles (cells), cells into blocks, and which pairs of cells may meet.
+
+    A cell is some consecutive tokens, taken as one long vector.
+    """
 
     slots: int  # tokens per cell
     q_lead: int  # empty slots before the first query, in its cell or in its row of blocks

@@ -1,6 +1,6 @@
 """Tokens and channels are moved: rows by an index map, pages of a cache, channels of a rotary band.
 
-`gather_rows`: Move tokens: rows of a tensor read through an index map, or written through it.
+`gather_rows` and `scatter_rows` move tokens: rows of a tensor are read through an index map, or written through it.
 
     gather   out[b, h, i] = x[b, h // (H / Hx), index[b, h, i]]
     scatter  out[b, h, index[b, h, i]] = x[b, h, i]
@@ -8,18 +8,18 @@
 On GPUs one launch does it, which reads every row and every index once; other devices take the plain torch below. Blocks of
 rows that are not needed need not be moved.
 
-`gather_pages`: Read the keys and values of one request from the pages of a cache.
+`gather_pages` reads the keys and values of one request from the pages of a cache.
 
     k[0, h, t] = keys[pages[t // page_size], h, t % page_size], and v likewise
 
 On GPUs one launch does it, which reads the table itself, whatever strides the cache has.
 
-`band_channels`: Some channels of mean queries and mean keys, those of a band of rotary pairs, with a temperature for each query head.
+`band_channels` takes the channels of a band of rotary pairs from mean queries and mean keys, with a temperature for each
+query head. Channel `i` and channel `i + D / 2` are a pair; `first` and `end` count pairs.
 
-Channel `i` and channel `i + D / 2` are a pair; `first` and `end` count pairs.
-
-    share        = 2 (end - first) / D smaller(x)   = rms(x[band]) / rms(x) temperature  = sqrt(share) smaller(mean queries)
-    smaller(mean keys)
+    share        = 2 (end - first) / D
+    smaller(x)   = rms(x[band]) / rms(x)
+    temperature  = sqrt(share) smaller(mean queries) smaller(mean keys)
 
 `rms` is over all blocks of a head and the channels, and `smaller` is at least `LEAST_RMS`. Queries are divided by the
 temperature, or by the one that is given.

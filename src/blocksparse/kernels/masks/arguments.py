@@ -1,11 +1,6 @@
 """Arguments of the attention kernels, as a few frozen objects.
 
-* `lists`: which key blocks each row of blocks visits: `Lists`, or `RankedLists` in visiting order
-* `places`: which original positions those blocks hold, and whether later keys are masked: `TokenPositions`
-* `tiles`: which kernel runs, and how it is launched: `HopperTiles` and `TritonTiles` of `common/tiles.py`
-* `change`: what the layer does to its logits before the softmax: `LogitChange`
-* `blocks`: which blocks a call kept, where the others count as well: `KeptBlocks`
-* `scales`: what 8-bit operands stand for: `Approximation`, and `TileOperands` of `quantize/tile_operands.py`
+Others are `TokenPositions` of `grid.py`, the tiles of `common/tiles.py`, and `TileOperands` of `quantize/tile_operands.py`.
 """
 
 from __future__ import annotations

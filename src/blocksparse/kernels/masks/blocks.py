@@ -1,11 +1,9 @@
 """The positions that blocks hold, and masks of blocks as lists.
 
-`block_bounds`: Which original position stands in each place of the blocks, and the first and the last one in every block.
+`block_places` and `block_bounds`: on a GPU one launch serves queries and keys, and makes the positions together with their
+bounds; other devices take the plain torch below.
 
-On a GPU one launch serves queries and keys, and makes the positions together with their bounds; other devices take the
-plain torch below.
-
-`block_lists`: A mask as the lists that attention kernels walk.
+`block_lists`:
 
     index[row] = columns kept and full, ascending, then columns kept and partial, ascending, then zeros
 

@@ -1,10 +1,4 @@
-"""A grid of blocks as kernels take it, and rules of position on it.
-
-`is_visible`: Which keys a query sees: the rule for single pairs, which all definitions in plain torch use.
-`BlockGrid`: How slots are cut into blocks, and the first and the last original position of every block.
-`TokenPositions`: Original positions of the tokens in every row and column of blocks, for attention kernels.
-`AlwaysKept`: Blocks that are kept for their position, as numbers that one kernel launch applies together.
-"""
+"""A grid of blocks as kernels take it, and rules of position on it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Masks that follow from positions, and from random numbers drawn by position.
-
-`keep_visible`: A choice of blocks as a mask on a grid: spread over finer blocks, with the diagonal, as far as queries can see.
-`counter_hash`: Pseudo-random numbers that depend on what they are drawn for, and on nothing else.
-`any_head`: What any of several heads keeps of a mask.
-"""
+"""Masks that follow from positions, and from random numbers drawn by position."""
 
 from __future__ import annotations
 

@@ -1,18 +1,15 @@
 """The order of keys by their products with mean queries, a segment of queries at a time.
 
-`score_steps`: How `coarse_order` turns scores into steps, and how a step and a position share one int32.
-
-    step[j] = floor(256 * (high - score[j]) / (high - low))      at least 0 and at most 255
-
-A kept key is the int32 `step << 24 | position`: its step in the upper 8 bits, its position in the lower 24. A step of 128 or
-more sets the sign bit, so a step is read back as `kept >> 24 & 255`.
-
-`coarse_order`: The best keys before each segment of queries, best first by coarse scores (S2O, eq. 2, without its full sort).
+`coarse_order`: The best keys before each segment of queries, best first by coarse scores (S2O, eq. 2, without its full
+sort).
 
     score[g, j] = mean[g] . k[j]                                  over the keys j < until + g * S
     step[g, j]  = floor(256 * (high - score) / (high - low))      at least 0 and at most 255
 
 `out[g]` has the keys by rising step, and those of equal steps by position. After the last one it has -1.
+
+A kept key is the int32 `step << 24 | position`: its step in the upper 8 bits, its position in the lower 24. A step of 128 or
+more sets the sign bit, so a step is read back as `kept >> 24 & 255`.
 
 `high` and `low` are the greatest and the least finite score of every eighth key of a row, j = 7, 15, 23 and so on. That
 takes an eighth of the work, and the first token, whose score often stands far out, has no part in the range.
@@ -26,7 +23,8 @@ scores and writes their steps, a byte each. The third searches for the step at w
 are kept. Two more order these by a counting sort. CPUs with a C++ compiler do the same in `cpu_scores.cpp`. Other CPUs, and
 float64, take the plain torch below.
 
-`mean_and_products`: The mean query of every segment, and the product of every query with one vector per KV head (S2O, eq. 1 and 2).
+`mean_and_products`: The mean query of every segment, and the product of every query with one vector per KV head (S2O, eq. 1
+and 2).
 
     mean[b, h, g]     = sum_i q[b, h, i] / (queries of segment g)     over the queries `i` of segment g
     products[b, h, i] = q[b, h, i] . guide[b, h // R]

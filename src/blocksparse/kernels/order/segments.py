@@ -1,6 +1,6 @@
 """The importance of keys, and their order inside segments.
 
-`key_importance`: How much the last queries look at each key (PBS-Attn, eq. 10).
+`key_importance` is how much the last queries look at each key (PBS-Attn, eq. 10):
 
     out[b, h, j] = mean over the last `last_q` queries i, and over the query heads of h, of softmax_j(scale * q_i . k_j)
 
@@ -9,7 +9,7 @@ query and the sum of its weights. The second adds up the weights of each key. Su
 alone. CPUs with a C++ compiler take the kernel in `cpu_scores.cpp`, which holds the products of a few queries. Other CPUs,
 and float64, take the plain torch below, which holds all products of a KV head at once.
 
-`segment_sort`: Order tokens by falling value inside each whole segment of `S` tokens.
+`segment_sort` orders tokens by falling value inside each whole segment of `S` tokens:
 
     index[b, h, g * S + i] = g * S + (place of the i-th greatest value of segment g)
 

@@ -1,27 +1,24 @@
 """Tokens in 8 bits: int8 queries and keys, fp8 values.
 
-`quantize`: Rounding to 8 bits in plain torch, as `tokens.py`, `tokens.py` and `tile_operands.py` use it.
-
     x[..., i, :] ~ values[..., i, :] * scale[..., i]
 
 int8 is for queries and keys (SageAttention), whose products int32 adds exactly; fp8 (e4m3) is for values. A
 scale per token depends on nothing but that token, so no row learns of a later token. Scales are fp32. A token
 whose entries are all smaller than 1e-30 counts as zero; the scale of one with an infinity or a NaN is NaN.
 
-`int8_tokens`: Queries and keys become int8 on their way into slots.
+`int8_queries` and `int8_keys` round on the way into slots:
 
     x[b, h // (H / Hx), index[b, h, i]] - mean[b, h] ~ values[b, h, i] * scale[b, h, i]
 
-Rounding is that of `tokens.py`, with a scale per token or one shared by the tokens of a block. An index of -1 is
-an empty slot, which gets zeros and a scale of zero. On GPUs one launch reads every token once and writes 8 bits a number,
-to the bit what the plain torch below writes. CPU tensors and float64 take the plain torch.
+A scale is that of a token, or shared by the tokens of a block. An index of -1 is an empty slot, which gets zeros and a scale
+of zero. On GPUs one launch reads every token once and writes 8 bits a number, to the bit what the plain torch below writes.
+CPU tensors and float64 take the plain torch.
 
-`fp8_values`: Values become fp8 (e4m3) on their way into slots, one scale for each token.
+`fp8_values` does so with one scale for each token:
 
     v[b, h // (H / Hv), index[b, h, i]] ~ values[b, h, i] * scale[b, h, i]
 
-An index of -1 is an empty slot, which gets zeros and a scale of zero. The kernel reads every token once and writes 8 bits
-a number; its numbers are those of the plain torch below, but -0.0 may be 0.0.
+Its kernel's numbers are those of the plain torch below, but -0.0 may be 0.0.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Scores of blocks: their softmax, those that are too unlike to count, and the divergence of two.
 
-`block_softmax`: Softmax over the blocks, or over the first keys, that a row may see.
+`block_softmax` and `prefix_softmax` go over the blocks, or over the first keys, that a row may see:
 
     mass[row, col] = exp(scale * logits[row, col]) / sum of the same over the row's eligible columns
 
 and 0 where a column is not eligible. A row without an eligible column holds no mass, nor does a logit of -inf.
 The kernel reads and writes each logit once and makes no mask.
 
-`gate_blocks`: Forces blocks in rows and columns whose tokens are too unlike each other for one score to speak for them.
+`gate_blocks` forces blocks in rows and columns whose tokens are too unlike each other for one score to speak for them:
 
-unlike[block] = not similarity[block] > theta
-forced[row, col] = visible and (unlike[row] or unlike[col] or forced before)
-values[row, col] = 0 where unlike[col]
+    unlike[block] = not similarity[block] > theta
+    forced[row, col] = visible and (unlike[row] or unlike[col] or forced before)
+    values[row, col] = 0 where unlike[col]
 
-`block_divergence`: How far pooled weights of blocks are from true ones: the square root of the Jensen-Shannon divergence (FlexPrefill).
+`block_divergence` is the square root of the Jensen-Shannon divergence of pooled weights from true ones (FlexPrefill):
 
     p = softmax(scale logits),  m = (p + q) / 2,  out = sqrt((sum p ln(p / m) + sum q ln(q / m)) / 2)
 

@@ -1,19 +1,17 @@
 """Weights of the last queries, the observation window: by column and diagonal, and by block.
 
-`last_query_weights`: The softmax of the last queries over all keys, summed along columns and along diagonals.
+`last_query_weights` is a softmax over all keys, summed along columns and along diagonals. There are three implementations.
+GPUs take the Triton kernels in `last_queries_triton.py`. CPUs with a C++ compiler take the kernel in `cpu_scores.cpp`. Other
+CPUs, float64, and on GPUs many queries and sliding windows take the plain torch below, which computes in fp32 or better.
 
-There are three implementations. GPUs take the Triton kernels in `last_queries_triton.py`. CPUs with a C++ compiler take the
-kernel in `cpu_scores.cpp`. Other CPUs, float64, and on GPUs many queries and sliding windows take the plain torch below,
-which computes in fp32 or better.
-
-`last_query_sums`: The softmax of the last queries over all keys, summed over blocks of keys and over bands of distances.
+`last_query_sums` sums it over blocks of keys and over bands of distances:
 
     columns[b, h, j]  the mean weight that the queries give to the keys of block `j`
     bands[b, h, j]    and to the distances `j run` to `j run + run - 1`
 
-These are `run_sums` of the two results of `last_query_weights`, in causal calls without a window. Sums over runs need no weight of
-a single key, so each tile of logits is computed once. It gives sums for each query, which are divided by the query's whole
-sum when that is known. GPUs have a Triton kernel; other devices sum the weights.
+These are `run_sums` of the two results of `last_query_weights`, in causal calls without a window. Sums over runs need no
+weight of a single key, so each tile of logits is computed once. It gives sums for each query, which are divided by the
+query's whole sum when that is known. GPUs have a Triton kernel; other devices sum the weights.
 """
 
 from __future__ import annotations

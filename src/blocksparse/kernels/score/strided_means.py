@@ -1,18 +1,16 @@
 """Means of cells, and the best product of two groups of tokens.
 
-`strided_means`: Mean query and mean key of each small cell, rounded to the precision of the queries and keys.
+`strided_means` rounds the mean query and the mean key of each cell to the precision of the queries and keys:
 
-    strided_means        out[b, h, i] = sum_r x[b, h, r] / (tokens of cell i)
+    out[b, h, i] = sum_r x[b, h, r] / (tokens of cell i)
 
 over the tokens `r` of cell `i`. On GPUs one launch reads every token once, through an index map if one is given, so that no
 token is moved. CPU tensors and float64 take the plain torch below. Both add the tokens of a cell one after another in fp32
 and round the quotient once, so that they give the same bits. Products of these means follow on tensor cores.
 
-`group_max`: The best product of two groups of tokens in each block.
-
-A group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`; the score of a
-block is the best product of its pairs of groups. A pair takes part if the row of blocks may see some key of the group, and
-if some slot has a token in both groups. Short groups are compared over the tokens that are there.
+`group_max`: a group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`; the
+score of a block is the best product of its pairs of groups. A pair takes part if the row of blocks may see some key of the
+group, and if some slot has a token in both groups. Short groups are compared over the tokens that are there.
 
 There are two implementations. GPUs take the Triton kernel in `strided_means_triton.py`, which keeps no product. CPU tensors,
 float64, blocks that do not fill tiles, and sliding windows take the plain torch below. It computes in fp32 or better, and on

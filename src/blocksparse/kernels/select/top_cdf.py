@@ -1,15 +1,12 @@
 """Blocks that hold a share of their row's mass, or are worth a share of its best one.
 
-`running_share`: What cumulative rules share: entries are taken heaviest first, and each has the share of the total taken by then.
+`top_cdf` takes the smallest set of blocks that holds a share of each row's mass. Forced blocks are taken first, then the
+heaviest, ties by column, until `mass` of the row's total is reached. Weights are rounded to integers, called ticks, of which
+the heaviest block of a row has up to 2^30 (`top_cdf.py`). Sums of integers do not depend on their order, so three
+implementations choose the same blocks. The GPU's kernel searches for the lightest block that is taken, the kernel compiled
+for CPUs takes blocks from a heap, and the plain torch below sorts.
 
-`top_cdf`: The smallest set of blocks that holds a share of each row's mass.
-
-Forced blocks are taken first, then the heaviest, ties by column, until `mass` of the row's total is reached. Weights are
-rounded to integers, called ticks, of which the heaviest block of a row has up to 2^30 (`top_cdf.py`). Sums of integers do
-not depend on their order, so three implementations choose the same blocks. The GPU's kernel searches for the lightest block
-that is taken, the kernel compiled for CPUs takes blocks from a heap, and the plain torch below sorts.
-
-`row_share`: The blocks with at least a share of their row's best block, or of their row's mass.
+`row_share` takes the blocks with at least a share of their row's best block, or of their row's mass:
 
     peak:  keep[b, h, row, col] = values[b, h, row, col] >= alpha[h] max_col values[b, h, row] > 0
 

@@ -1,19 +1,13 @@
 """The best blocks of each row, the order of visits by rank, and one of two masks for each head.
 
-`top_k`: The blocks of the best values of each row: a number of them, or a share.
+`top_k` takes the best values of each row: a number of them, or a share. Ties are taken by column. The GPU's kernel searches
+for the worst value that is taken, and the plain torch below sorts; both choose the same blocks.
 
-Ties are taken by column. The GPU's kernel searches for the worst value that is taken, and the plain torch below sorts; both
-choose the same blocks.
-
-`visiting_order`: Ranks as lists: the kept blocks of every row in the order in which the row visits them.
+`visiting_order` makes lists of ranks, the kept blocks of every row in the order in which the row visits them:
 
     index[row] = columns kept, the smallest rank first and ties by column; then the columns that are not kept
 
 The greatest int32 stands for blocks that are not kept. So a kept block of that rank ties with those of the rank before it.
-
-`routed`: Of two masks the one or the other for each head: the first where a number of the head is below a bound.
-
-What makes the first mask may be told which heads need it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Vertical-slash: the heaviest columns and diagonals of a head (its lines), and the blocks that they cross.
 
-`vertical_slash_blocks`: The blocks that chosen columns and distances cross, as a mask on a grid.
-
-Lines are chosen in runs of equal length, and a running count marks the chosen ones. A block holds the keys, or the
-distances, from one number to another, so it is crossed if the count grows between them.
+`vertical_slash_blocks`: lines are chosen in runs of equal length, and a running count marks the chosen ones. A block holds
+the keys, or the distances, from one number to another, so it is crossed if the count grows between them.
 
 The heaviest lines (columns, bands or distances) of each head are as many as hold a share of the mass, or a number:
 
