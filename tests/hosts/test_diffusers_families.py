@@ -146,6 +146,21 @@ def test_layers_count_in_the_order_in_which_they_run(case: Case) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_masks_of_flex_attention() -> None:
+    """Kandinsky 5 chooses blocks by itself where its pipeline asks for that."""
+    case, N, recorder = MORE["kandinsky_5"], 512, DensityRecorder()
+    model, inputs = made(case), case.given((2, 16, 16), 1)
+    blocks = torch.ones(1, 1, N // 64, N // 64, dtype=torch.bool)
+    inputs["sparse_params"] = {"to_fractal": True, "P": 0.1, "sta_mask": blocks}
+    for block in model.visual_transformer_blocks:
+        block.self_attention.set_attention_backend("flex")
+    expected = outputs(model, inputs)
+    with attached(model, recorder=recorder):
+        assert torch.equal(outputs(model, inputs), expected)
+    assert recorder.dense_calls() == {0: Counter({"mask": 1})}
+
+
 def test_masks_of_chroma() -> None:
     """`ChromaPipeline` passes numbers, which diffusers adds to the logits: they are not padding."""
     model, inputs = made(MORE["chroma"]), given(MORE["chroma"], SMALL)

@@ -241,7 +241,8 @@ class DiffusersAdapter:
         if text not in layout.texts:
             return "other tokens"
         if attn_mask is not None:
-            if attn_mask.dtype != torch.bool:  # numbers are added to the logits, also 1 for tokens that are real
+            # Numbers are added to the logits, also 1 for tokens that are real; FlexAttention has masks of its own.
+            if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
                 return "mask"
             if not (layout.real and len(layout.real) == q.shape[0] and text == layout.text):
                 return "mask"
