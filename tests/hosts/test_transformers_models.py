@@ -264,7 +264,7 @@ def test_dense_attention_holds_a_few_rows_of_logits(
 ) -> None:
     """Neither logits nor a mask of all pairs, in windows and where the model's own function runs."""
     import blocksparse.hosts.transformers.call as calls
-    import blocksparse.hosts.transformers.dense as integration
+    import blocksparse.hosts.transformers.call as integration
 
     own = name in ("gemma2", "gpt_oss")
     if own:  # as under torch.compile
@@ -369,7 +369,7 @@ def test_weights_of_a_module_that_has_a_function_of_another_name() -> None:
 @pytest.mark.parametrize("heads", [1, 4])
 def test_masks_of_one_row_are_for_all_queries(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the model's own function runs a few queries at a time."""
-    import blocksparse.hosts.transformers.dense as integration
+    import blocksparse.hosts.transformers.call as integration
 
     monkeypatch.setattr(integration, "LOGITS_AT_ONCE", 1)
     model, (q, k, v) = make("gemma2"), (torch.randn(2, n, 50, 8) for n in (4, 2, 2))
@@ -387,7 +387,7 @@ def test_masks_of_one_row_are_for_all_queries(heads: int, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not hasattr(transformers, "Inkling2TextConfig"), reason="transformers is too old")
 def test_a_sink_for_each_query_goes_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inkling 2 has them, `[B, Hq, M, 1]`, and a position bias."""
-    import blocksparse.hosts.transformers.dense as integration
+    import blocksparse.hosts.transformers.call as integration
 
     monkeypatch.setattr(integration, "LOGITS_AT_ONCE", 1)
     model, ids, recorder = small_model("inkling2_text"), tokens(80), DensityRecorder()

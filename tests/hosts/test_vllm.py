@@ -526,7 +526,7 @@ def test_what_does_not_go_with_several_gpus_or_drafts() -> None:
 def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
     pytest.importorskip("cattrs")
     pytest.importorskip("scipy")
-    from blocksparse.presets.candidate import Candidate
+    from blocksparse.presets.named import Candidate
     from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Plan, Try
 
     tried = Try(0.3, 0.0, 0.0, 1, 1.0, (AtLength(64, 0.3, 0.0, 0.0, 1, 1, 1),))

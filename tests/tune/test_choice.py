@@ -14,9 +14,8 @@ from attrs import evolve
 pytest.importorskip("scipy")
 
 from blocksparse.presets.plan import AtLength, Try
-from blocksparse.tools.tune.choice import GuidedChoice, Option, choose, hoped_losses
-from blocksparse.tools.tune.cost import Key, Line, Unit
-from blocksparse.tools.tune.verify import plan_that_fits
+from blocksparse.tools.tune.choice import GuidedChoice, Key, Line, Option, Unit, choose, hoped_losses
+from blocksparse.tools.tune.session import plan_that_fits
 
 
 def drawn(seed: int, units: int = 5, options: int = 4) -> list[list[Option]]:

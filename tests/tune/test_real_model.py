@@ -15,8 +15,7 @@ from blocksparse.hosts.transformers import attach
 from blocksparse.tools.demo import TEXT
 from blocksparse.tools.demo.model import load
 from blocksparse.tools.tune import Budget, Candidate, prompts_from_text, tune
-from blocksparse.tools.tune.reading import Loss, Reading
-from blocksparse.tools.tune.sensitivity import Bench
+from blocksparse.tools.tune.sensitivity import Bench, Loss, Reading
 from tests.real_model import converted, needs_real_model
 
 

@@ -33,11 +33,10 @@ from blocksparse.tools.tune import (
     prompts_from_text,
     tune,
 )
-from blocksparse.tools.tune.cost import DENSE, Costs, Unit
+from blocksparse.tools.tune.choice import DENSE, Costs, Unit
 from blocksparse.tools.tune.journal import Journal, Work
 from blocksparse.tools.tune.prompts import by_length
-from blocksparse.tools.tune.reading import Reading
-from blocksparse.tools.tune.sensitivity import Bench
+from blocksparse.tools.tune.sensitivity import Bench, Reading
 from blocksparse.tools.tune.sparge_search import ErrorBounds, sparge_search
 from tests.tune import tiny
 

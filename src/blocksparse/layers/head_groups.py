@@ -1,10 +1,10 @@
-"""Pipelines for groups of the heads of one layer, and the trace of their calls."""
+"""`Attention`, all that attends in a layer, and pipelines for groups of its heads."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Unpack, final, overload
+from typing import Any, Protocol, Unpack, final, overload
 
 import torch
 from attrs import Factory, field, frozen
@@ -246,3 +246,23 @@ def _take(x: Tensor, heads: Heads, size: int) -> Tensor:
         return x[:, heads[0] * size : (heads[-1] + 1) * size]
     # Indexing would need a tensor of indices on the device, and the host would wait for its copy.
     return torch.cat([x[:, head * size : (head + 1) * size] for head in heads], dim=1)
+
+
+LayerTrace = AnyTrace | HeadGroupsTrace
+"""Every value of one call in a layer."""
+
+
+class Attention(Protocol):
+    """What attends in a layer: a `Pipeline`, `HeadGroups`, or a class that wraps one of them."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
+        """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
+
+        Args:
+            options: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as for a `Pipeline`.
+        """
+        ...
+
+    def trace(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> LayerTrace:
+        """Make the same call with the same arguments, and return every value of it."""
+        ...

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from blocksparse.check.validators import size
 from blocksparse.inputs import checked
-from blocksparse.layers.attention import Attention
-from blocksparse.layers.head_groups import AnyPipeline, AnyTrace
+from blocksparse.layers.head_groups import AnyPipeline, AnyTrace, Attention
 from blocksparse.layers.schedule import Schedule
 from blocksparse.pipeline import Pipeline
 from blocksparse.spec import AttentionOptions

@@ -15,8 +15,7 @@ from torch import Tensor
 from blocksparse.check.validators import Rule, flag, hash_seed, optional, size, whole
 from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.layers.attention import Attention, LayerTrace
-from blocksparse.layers.head_groups import AnyTrace, HeadGroups, HeadGroupsTrace
+from blocksparse.layers.head_groups import AnyTrace, Attention, HeadGroups, HeadGroupsTrace, LayerTrace
 from blocksparse.observe.estimate import Crossing, Estimate, LayerAudit, families, ratio, row_sums, table
 from blocksparse.spec import AttentionOptions, AttentionSpec
 

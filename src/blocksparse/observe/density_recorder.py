@@ -11,7 +11,7 @@ from attrs import Factory, define, field, frozen
 from torch import Tensor
 
 from blocksparse.custom_op import OpaqueCall, attend
-from blocksparse.layers.attention import Attention, LayerTrace
+from blocksparse.layers.head_groups import Attention, LayerTrace
 from blocksparse.spec import AttentionOptions, AttentionSpec
 from blocksparse.values import Trace
 

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from blocksparse.layers.attention import LayerTrace
+from blocksparse.layers.head_groups import LayerTrace
 from blocksparse.observe.audit import Audit
 
 PROMPTS, TOKENS = "blocksparse_prompts", "blocksparse_prompt_tokens"

@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 from blocksparse.check.validators import shown
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline, Schedule, text_config
-from blocksparse.presets.candidate import Candidate, TuneError, UpTo
+from blocksparse.presets.named import Candidate, TuneError, UpTo
 
 _SAMPLES = 32  # numbers of each weight
 

@@ -31,10 +31,15 @@ from blocksparse.order.permutation import Identity, Permutation
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.score.combined import ScorerPair, ScoresPair
-from blocksparse.score.output_aware import OutputAwareScorer
 from blocksparse.score.pooled import MeanPoolScorer, RotaryBandScorer, part_of_all
 from blocksparse.score.scorer import BlockLogits, BlockMass, BlockScores, NoScorer
-from blocksparse.score.strided import AntidiagonalScorer, FlattenMaxPoolScorer, Pattern, QueryRowsScorer
+from blocksparse.score.strided import (
+    AntidiagonalScorer,
+    FlattenMaxPoolScorer,
+    OutputAwareScorer,
+    Pattern,
+    QueryRowsScorer,
+)
 from blocksparse.score.vertical_slash import VerticalSlashScorer, VerticalSlashScores
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorPair, SharedByGroup

@@ -11,7 +11,7 @@ from torch import Tensor
 from blocksparse.kernels.gemm.products import products
 from blocksparse.kernels.order.coarse_order import coarse_order, mean_and_products
 from blocksparse.kernels.order.segments import key_importance
-from blocksparse.kernels.score import cpu_choices, cpu_scores
+from blocksparse.kernels.score import cpu_scores
 from blocksparse.kernels.score.block_mean import block_mean, block_similarity
 from blocksparse.kernels.score.last_queries import last_query_weights
 from blocksparse.kernels.score.strided_mass import strided_mass
@@ -90,7 +90,7 @@ def test_neither_threads_nor_chunks_nor_layouts_change_a_bit(dtype: torch.dtype)
 
     def of(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         lines = cpu_scores.last_query_weights_on_cpu(q[:, :, -64:], k, q.shape[2], True, 0.2)
-        means = cpu_choices.block_mean_on_cpu(q, 80, 0, False, None), cpu_choices.products_on_cpu(q, k)
+        means = cpu_scores.block_mean_on_cpu(q, 80, 0, False, None), cpu_scores.products_on_cpu(q, k)
         return (
             cpu_scores.strided_mass_on_cpu(**arguments(4 * q, k))[:, :, -20:],
             *(x[:, :, -4:] for x in means),
@@ -126,15 +126,15 @@ def test_means_and_similarities(N: int, D: int, block: int, lead: int, dtype: to
     index = torch.rand(2, 4, N).argsort(-1).int()
     for order in (None, index):
         for padded in (False, True):
-            got = cpu_choices.block_mean_on_cpu(x, block, lead, padded, order)
+            got = cpu_scores.block_mean_on_cpu(x, block, lead, padded, order)
             want = block_mean.reference(x.double(), block, lead, padded, order)
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
         for centred in (False, True):
-            got = cpu_choices.block_similarity_on_cpu(x, block, lead, centred, order)
+            got = cpu_scores.block_similarity_on_cpu(x, block, lead, centred, order)
             want = block_similarity.reference(x.double(), block, lead, centred, order)
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
     q, guide = make_qkv(B=2, N=N, Hq=4, Hkv=2, D=D, dtype=dtype)[0], torch.randn(2, 2, D)
-    found = cpu_choices.mean_and_products_on_cpu(q, guide, block, lead)
+    found = cpu_scores.mean_and_products_on_cpu(q, guide, block, lead)
     for ours, exact in zip(
         found, mean_and_products.reference(q.double(), guide.double(), block, lead), strict=True
     ):
@@ -146,7 +146,7 @@ def test_products_and_orders(dtype: torch.dtype) -> None:
     """Of the same scores, also infinite ones and NaN, the order is that of the reference."""
     q, k, _ = make_qkv(B=2, N=150, M=100, Hq=6, Hkv=2, D=33, dtype=dtype)
     want = products(q.double(), k.double())
-    torch.testing.assert_close(cpu_choices.products_on_cpu(q, k).double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cpu_scores.products_on_cpu(q, k).double(), want, rtol=1e-5, atol=1e-5)
     scores = torch.randint(-60, 60, (2, 6, 5, 300), generator=torch.Generator().manual_seed(0)) / 7.0
     scores[0, 1, :, 7::24], scores[1, 2, :, ::5], scores[0, 3], scores[1, 4] = (
         torch.inf,
@@ -157,7 +157,7 @@ def test_products_and_orders(dtype: torch.dtype) -> None:
     keys, one = scores.reshape(60, 1, 300).mT.unsqueeze(0), torch.ones(1, 60, 1, 1)
     for until, count in ((60, 70), (-130, 250), (300, 1)):
         out = torch.full((2, 6, 5, 9 + count), 7, dtype=torch.int32)
-        cpu_choices.order_on_cpu(scores, until, 50, out[..., 9:])
+        cpu_scores.order_on_cpu(scores, until, 50, out[..., 9:])
         assert bool((out[..., :9] == 7).all())
         for row in range(60):
             exact = torch.full((1, 1, 1, count), 7, dtype=torch.int32)

@@ -7,8 +7,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse import HeadGroups, Schedule
-from blocksparse.layers.attention import LayerTrace
-from blocksparse.layers.head_groups import HeadGroupsTrace
+from blocksparse.layers.head_groups import HeadGroupsTrace, LayerTrace
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe import Audit, AuditedAttention
 from blocksparse.observe.density_recorder import DensityRecorder, RecordedAttention

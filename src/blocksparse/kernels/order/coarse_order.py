@@ -41,7 +41,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
 from blocksparse.kernels.gemm.products import products
-from blocksparse.kernels.score import cpu_choices, cpu_scores
+from blocksparse.kernels.score import cpu_scores
 from blocksparse.kernels.score.block_mean import block_mean
 
 STEPS = 256
@@ -87,8 +87,8 @@ def coarse_order_on_cpu(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor
     for g in range(0, G, step):
         some = slice(g, min(g + step, G))
         end = max(0, until + (some.stop - 1) * S)
-        scores = cpu_choices.products_on_cpu(mean[:, :, some], k[:, :, :end])
-        cpu_choices.order_on_cpu(scores, until + g * S, S, out[:, :, some])
+        scores = cpu_scores.products_on_cpu(mean[:, :, some], k[:, :, :end])
+        cpu_scores.order_on_cpu(scores, until + g * S, S, out[:, :, some])
 
 
 @on_gpus(*FLOATS, of=lambda mean, k, *_: k)
@@ -120,7 +120,7 @@ _QUERIES_AT_ONCE = 1 << 12
 
 
 @on_gpus(*FLOATS)
-@compiled(cpu_choices.mean_and_products_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
+@compiled(cpu_scores.mean_and_products_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
 def mean_and_products(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> tuple[Tensor, Tensor]:
     """`[B, Hq, G, D]` and `[B, Hq, M]` for `q` `[B, Hq, M, D]` and `guide` `[B, Hkv, D]` in fp32 or better.
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
 from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.layout.gather import gather_rows
-from blocksparse.kernels.score import cpu_choices, cpu_scores
+from blocksparse.kernels.score import cpu_scores
 
 _WORKSPACE = 2**25  # entries of unit vectors that are held at a time
 
 
 @on_gpus(*FLOATS)
-@compiled(cpu_choices.block_mean_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
+@compiled(cpu_scores.block_mean_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
 def block_mean(
     x: Tensor,
     block: int,
@@ -73,7 +73,7 @@ def block_means(
 
 
 @on_gpus(*FLOATS)
-@compiled(cpu_choices.block_similarity_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
+@compiled(cpu_scores.block_similarity_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
 def block_similarity(
     x: Tensor, block: int, lead: int = 0, centred: bool = False, index: Tensor | None = None
 ) -> Tensor:

@@ -1,5 +1,5 @@
-// What chooses blocks on a CPU: scores of blocks, columns and diagonals, products, means, orders and shares. `cpu_scores.py` says what
-// the first two are, builds this file and calls it; `cpu_choices.py` says what the others are.
+// What chooses blocks on a CPU: scores of blocks, columns and diagonals, products, means, orders and shares. `cpu_scores.py`
+// builds this file and calls it.
 //
 // Scores and products multiply rows of queries with all keys. Keys are packed once, as panels of kPanel columns: [K, kPanel]
 // fp32, or bf16 in pairs along K, [K / 2, kPanel, 2]. Every sum is taken in an order that depends on sizes alone, so that

@@ -27,7 +27,7 @@ from blocksparse.kernels.common.dispatch import FLOATS, on_gpus
 from blocksparse.kernels.common.sizes import ROOM, cdiv
 from blocksparse.kernels.gemm.products import StridedPooling, products, strided_view, wide_dtype
 from blocksparse.kernels.layout.gather import gather_rows
-from blocksparse.kernels.score import cpu_choices, cpu_scores
+from blocksparse.kernels.score import cpu_scores
 
 
 @on_gpus(*FLOATS)
@@ -115,7 +115,7 @@ def group_max(q: Tensor, k: Tensor, of: StridedPooling, *, first_row: int, per_t
     left_out = 0.0 if padded_tail else float("-inf")
     step = max(1, _WORKSPACE // (q.shape[0] * q.shape[1] * high * groups))
     best = []
-    multiply = cpu_choices.products_on_cpu if q.dtype.itemsize == 2 and cpu_scores.takes(q, k) else products
+    multiply = cpu_scores.products_on_cpu if q.dtype.itemsize == 2 and cpu_scores.takes(q, k) else products
     for top in range(0, rows, step):
         product = multiply(queries[:, :, top * high : (top + step) * high], keys)
         shared = places[top * high : (top + step) * high]

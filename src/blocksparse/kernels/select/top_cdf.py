@@ -25,7 +25,7 @@ from torch import Tensor
 from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept, BlockGrid
 from blocksparse.kernels.masks.visibility import keep_visible
-from blocksparse.kernels.score import cpu_choices, cpu_scores
+from blocksparse.kernels.score import cpu_scores
 
 
 class RunningShare(NamedTuple):
@@ -118,7 +118,7 @@ def top_cdf_reference(
     mass, visible = mass.float(), grid.visible
     at_least = grid.diagonal if forced is None else grid.diagonal | forced
     if compiled:
-        keep = cpu_choices.shares_on_cpu(values, forced, mass, visible, at_least, crossing=crossing)
+        keep = cpu_scores.shares_on_cpu(values, forced, mass, visible, at_least, crossing=crossing)
     else:
         share = running_share(values.masked_fill(~visible, 0.0), first=forced)
         if crossing:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blocksparse.check.validators import UserError
-from blocksparse.presets.candidate import TuneError
+from blocksparse.presets.named import TuneError
 from blocksparse.presets.plan import Plan
 from blocksparse.tools.cli.options import Commands, add_command, extra, only_errors
 from blocksparse.tools.demo import TEXT

@@ -19,9 +19,8 @@ from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import text_config
 from blocksparse.presets.text import mean_pooling, pbs_attn
-from blocksparse.tools.demo.fetch import SHIPPED, fetch
 from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure
-from blocksparse.tools.demo.model import Model, convert_smollm2, load
+from blocksparse.tools.demo.model import SHIPPED, Model, convert_smollm2, fetch, load
 from blocksparse.tools.demo.picture import Panel, draw
 
 _REPLY = 10  # letters of an answer in the table; the JSON file has all

@@ -4,8 +4,8 @@ plan = tune(model, prompts, held, journal=Path("plan.journal"))
 attach(model, plan.schedule(model))
 """
 
-from blocksparse.presets.candidate import Candidate as Candidate
-from blocksparse.presets.candidate import TuneError as TuneError
+from blocksparse.presets.named import Candidate as Candidate
+from blocksparse.presets.named import TuneError as TuneError
 from blocksparse.presets.plan import AtLength as AtLength
 from blocksparse.presets.plan import Evidence as Evidence
 from blocksparse.presets.plan import Fingerprint as Fingerprint

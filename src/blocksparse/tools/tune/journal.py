@@ -11,7 +11,7 @@ from typing import Any, final
 
 from attrs import define, field
 
-from blocksparse.presets.candidate import TuneError
+from blocksparse.presets.named import TuneError
 
 Report = Callable[[str, float, float | None], None]
 """Gets what is being done, the share of the work that is done, and seconds left, None before that is known."""

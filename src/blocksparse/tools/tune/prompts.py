@@ -15,7 +15,7 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.check.validators import a, shown
-from blocksparse.presets.candidate import TuneError
+from blocksparse.presets.named import TuneError
 
 _CITIES = (
     "Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Kyoto", "Lima", "Madrid", "Oslo", "Paris",

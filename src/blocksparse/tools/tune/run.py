@@ -11,15 +11,13 @@ from typing import Any, final
 from attrs import field, frozen
 
 from blocksparse.check.validators import one_of, positive, size
-from blocksparse.presets.candidate import Candidate, TuneError
+from blocksparse.presets.named import Candidate, TuneError
 from blocksparse.presets.plan import Plan, Try
-from blocksparse.tools.tune.choice import GuidedChoice, Losses, Option
-from blocksparse.tools.tune.cost import DENSE, Costs, Key
+from blocksparse.tools.tune.choice import DENSE, Costs, GuidedChoice, Key, Losses, Option
 from blocksparse.tools.tune.journal import Report
 from blocksparse.tools.tune.prompts import TunePrompt, by_length
 from blocksparse.tools.tune.sensitivity import EVALUATION
-from blocksparse.tools.tune.session import POSITIONS, Session
-from blocksparse.tools.tune.verify import plan_that_fits
+from blocksparse.tools.tune.session import POSITIONS, Session, plan_that_fits
 
 
 def _grid(preset: str, argument: str, *values: Any, band: int | None = None, **rest: Any) -> list[Candidate]:

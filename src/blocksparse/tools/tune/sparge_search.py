@@ -11,10 +11,9 @@ from typing import Any, final
 from attrs import evolve, field, frozen
 
 from blocksparse.check.validators import positive
-from blocksparse.presets.candidate import Candidate
+from blocksparse.presets.named import Candidate
 from blocksparse.presets.plan import Plan
-from blocksparse.tools.tune.choice import Option
-from blocksparse.tools.tune.cost import DENSE, Costs, Evaluation, Unit
+from blocksparse.tools.tune.choice import DENSE, Costs, Evaluation, Option, Unit
 from blocksparse.tools.tune.journal import Report
 from blocksparse.tools.tune.prompts import TunePrompt
 from blocksparse.tools.tune.sensitivity import EVALUATION
