@@ -25,8 +25,8 @@ from blocksparse.kernels.attention import (
 )
 from blocksparse.kernels.common import tiles
 from blocksparse.kernels.common.hardware import TARGETS
-from blocksparse.launch import launches
-from blocksparse.launch.launches import LaunchError
+from blocksparse.launch import failures
+from blocksparse.launch.failures import LaunchError
 from blocksparse.testing import make_qkv
 from tests.machine import GPU
 from tests.on_kernels import pretend_gpu, small_preset
@@ -51,7 +51,7 @@ class Planted:
 
 @pytest.fixture(autouse=True)
 def nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "_why", {})
+    monkeypatch.setattr(failures, "_why", {})
     pretend_gpu(monkeypatch, TARGETS["sm_90"])
 
 

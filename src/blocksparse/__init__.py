@@ -22,7 +22,7 @@ from blocksparse.grid import Grid
 from blocksparse.inputs import UnsupportedError
 from blocksparse.kernels.common.tiles import HopperTiles, TritonTiles
 from blocksparse.kernels.masks.grid import AlwaysKept
-from blocksparse.launch.launches import LaunchError
+from blocksparse.launch.failures import LaunchError
 from blocksparse.layers.head_groups import Attention, HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import Schedule
 from blocksparse.layers.sdpa import scaled_dot_product_attention

@@ -17,8 +17,9 @@ from triton.runtime.jit import JITFunction
 
 from blocksparse import UnsupportedError
 from blocksparse.kernels.common.hardware import TARGETS
-from blocksparse.launch import launches
-from blocksparse.launch.launches import LaunchError, Remembered
+from blocksparse.launch import failures
+from blocksparse.launch.failures import LaunchError
+from blocksparse.launch.launches import Remembered
 from tests.kernels.compile_ahead import HEADS, KV_HEADS, TOKENS, calls
 from tests.kernels.launched import gathered
 
@@ -46,7 +47,7 @@ def said_without(kernel: str, title: str, hopper: bool) -> str:
     The first must do the same, and the second must not try the kernel again.
     """
     with gathered("sm_90", hopper=hopper), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(launches, "_why", {})
+        monkeypatch.setattr(failures, "_why", {})
         keep, tried = JITFunction._do_compile, []
         call = calls(TARGETS["sm_90"])[title]
 

@@ -23,8 +23,8 @@ from blocksparse.execute.executor import (
 from blocksparse.execute.launched import BlockPlan, first_launched, never_launched
 from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.tiles import portable
+from blocksparse.launch.failures import launches
 from blocksparse.launch.launch_graph import refuse_capture
-from blocksparse.launch.launches import launches
 from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.launch.torch_private import (
     compile_disabled,

@@ -19,7 +19,7 @@ from blocksparse.grid import Grid
 from blocksparse.inputs import refuse_gradients
 from blocksparse.kernels.masks.arguments import Lists
 from blocksparse.kernels.masks.blocks import block_lists
-from blocksparse.launch.launches import LaunchError, any_failed, note, noted
+from blocksparse.launch.failures import LaunchError, any_failed, note, noted
 from blocksparse.launch.torch_private import OpaqueBase, custom_op, opaque_object
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.select.block_mask import BlockMask, RankedBlockMask

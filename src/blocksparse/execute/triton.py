@@ -20,7 +20,7 @@ from blocksparse.kernels.common.sizes import copies_in_bulk
 from blocksparse.kernels.common.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, tuned
 from blocksparse.kernels.masks.arguments import Approximation
 from blocksparse.kernels.masks.visibility import visited_columns
-from blocksparse.launch.launches import noted
+from blocksparse.launch.failures import noted
 from blocksparse.launch.torch_modes import is_transformed
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.select.block_mask import BlockMask

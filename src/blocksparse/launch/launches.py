@@ -6,15 +6,13 @@ call's time. So the compiled kernel is remembered here, by all that Triton speci
 each constant, each integer, and for tensors their dtype and whether they are aligned to 16 bytes. Switches of
 Triton (TRITON_DEBUG) that are set after a kernel's first launch do not reach it. On AMD's GPUs Triton also
 specialises on how large the memory under a tensor is; there it launches kernels by itself. A kernel runs on the
-device of its first tensor, whichever device is current. A launch that fails says so in one sentence, and is not
-tried again.
+device of its first tensor, whichever device is current.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -26,79 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blocksparse.launch.failures import LaunchError, launches
 from blocksparse.launch.launch_graph import current_capture, device_of, refuse_capture
-
-_log = logging.getLogger(__name__)
-_MOST = 4096  # failures that are remembered
-
-# Errors of Triton's and PyTorch's compilers, and what drivers say where a kernel was never started. What else a
-# driver says may be of an earlier kernel.
-_NOT_COMPILED = {
-    "CompilationError", "OutOfResources", "PTXASError", "InductorError", "BackendCompilerFailed",
-    "CalledProcessError",
-}  # fmt: skip
-_NEVER_STARTED = (
-    "out of resource", "too many resources requested", "no kernel image", "kernel image is invalid", "PTX JIT",
-    "unsupported toolchain", "PassManager::run failed", "ptxas", "Failed to find C compiler",
-    "compatible backends",
-)  # fmt: skip
-
-
-class LaunchError(RuntimeError):
-    """A kernel could not be compiled for a device, or needs more than it has. It was not started."""
-
-
-def launch_error(kernel: str, error: Exception) -> LaunchError | None:
-    """The reason in `error` why `kernel` was not launched, in a sentence; None if it is not about the kernel."""
-    if isinstance(error, LaunchError):
-        return error
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & _NOT_COMPILED or any(said in str(error) for said in _NEVER_STARTED):
-        return LaunchError(
-            f"{kernel} cannot be compiled or launched on this device ({_last_line(error)}): try other blocks or "
-            "another preset, and report it with what `blocksparse --version --verbose` prints"
-        )
-    return None
-
-
-@contextmanager
-def launches(kernel: str) -> Iterator[None]:
-    """Raises a `LaunchError` if what is done meanwhile cannot be compiled or launched."""
-    try:
-        yield
-    except Exception as error:
-        if (failure := launch_error(kernel, error)) is None:
-            raise
-        raise failure from error
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else type(error).__name__
-
-
-_why: dict[Hashable, str] = {}
-
-
-def note(tried: Hashable, error: LaunchError) -> None:
-    """Remember that what `tried` names has failed, and warn of it, once."""
-    if tried not in _why:
-        _log.warning("%s; other kernels run instead where there are any", error)
-        _log.debug("that kernel's error:", exc_info=error)
-        if len(_why) >= _MOST:
-            _why.clear()
-        _why[tried] = str(error)
-
-
-def any_failed() -> bool:
-    """Whether anything has failed in this process."""
-    return bool(_why)
-
-
-def noted(tried: Hashable) -> list[str]:
-    """The reason against what `tried` names, if it has failed before."""
-    return [_why[tried]] if tried in _why else []
-
 
 REMEMBERED = 4096  # compiled kernels of one function
 # What every launch asks for: a product and a sum in one instruction. Triton 3.6 to 3.9 do so unasked, but 3.9 says
