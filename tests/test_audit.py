@@ -18,7 +18,7 @@ import blocksparse as bs
 from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.observe import Audit, AuditedAttention, Crossing, Estimate
-from blocksparse.observe.estimate import draw, ratio, row_sums
+from blocksparse.observe.audit import draw, ratio, row_sums
 from blocksparse.testing import make_qkv
 from tests.tiny_model import tiny_llama
 

@@ -26,8 +26,7 @@ from blocksparse.launch.failures import LaunchError
 from blocksparse.layers.head_groups import Attention, HeadGroups, HeadGroupsTrace
 from blocksparse.layers.schedule import Schedule
 from blocksparse.layers.sdpa import scaled_dot_product_attention
-from blocksparse.order.content_orders import KMeansOrder, SegmentKeySort, SegmentQuerySort
-from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.order.content_orders import GlobalIndexMap, KMeansOrder, SegmentKeySort, SegmentQuerySort
 from blocksparse.order.grid_orders import (
     ColumnOrder,
     GivenOrder,

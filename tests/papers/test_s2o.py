@@ -14,7 +14,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.check.per_head import HeadValues
 from blocksparse.execute.gather import GatherExecutor
-from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.presets.text import s2o
 from blocksparse.score.pooled import PrefixOrderScorer
 from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
@@ -102,7 +102,7 @@ def test_key_map_does_not_depend_on_how_many_segments_are_scored_at_once(
     for prefix, near in ((None, 0), (50, 0), (None, 70), (50, 33)):
         want = key_map(GlobalIndexMap(16, prefix=prefix, near=near), q, k)
         with monkeypatch.context() as few:
-            few.setattr("blocksparse.order.global_index_map._SCORES_AT_ONCE", at_once)
+            few.setattr("blocksparse.order.content_orders._SCORES_AT_ONCE", at_once)
             assert torch.equal(key_map(GlobalIndexMap(16, prefix=prefix, near=near), q, k), want)
 
 

@@ -36,8 +36,8 @@ from blocksparse.tools.tune import (
 from blocksparse.tools.tune.choice import DENSE, Costs, Unit
 from blocksparse.tools.tune.journal import Journal, Work
 from blocksparse.tools.tune.prompts import by_length
+from blocksparse.tools.tune.run import ErrorBounds, sparge_search
 from blocksparse.tools.tune.sensitivity import Bench, Reading
-from blocksparse.tools.tune.sparge_search import ErrorBounds, sparge_search
 from tests.tune import tiny
 
 

@@ -2,6 +2,6 @@
 
 from blocksparse.observe.audit import Audit as Audit
 from blocksparse.observe.audit import AuditedAttention as AuditedAttention
-from blocksparse.observe.estimate import Crossing as Crossing
-from blocksparse.observe.estimate import Estimate as Estimate
-from blocksparse.observe.estimate import LayerAudit as LayerAudit
+from blocksparse.observe.audit import Crossing as Crossing
+from blocksparse.observe.audit import Estimate as Estimate
+from blocksparse.observe.audit import LayerAudit as LayerAudit

@@ -25,8 +25,7 @@ from blocksparse.execute.gather import GatherExecutor
 from blocksparse.execute.mean_correction import MeanCorrectionExecutor
 from blocksparse.execute.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.layers.schedule import Schedule
-from blocksparse.order.content_orders import SegmentKeySort
-from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.order.content_orders import GlobalIndexMap, SegmentKeySort
 from blocksparse.order.permutation import Identity, Permutation
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.check.validators import a, hash_seed, multiple, shown, size
-from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.spec import AttentionSpec
 

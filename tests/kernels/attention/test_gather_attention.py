@@ -17,7 +17,7 @@ from blocksparse.execute.gather import GatherExecutor
 from blocksparse.kernels.attention.gather_attention import fits_hopper, gather_attention_reference
 from blocksparse.kernels.masks.arguments import RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
-from blocksparse.order.global_index_map import GlobalIndexMap
+from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.presets.text import s2o
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_hopper

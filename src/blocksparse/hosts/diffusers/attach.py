@@ -26,8 +26,7 @@ from blocksparse.hosts.diffusers.backend import (
     own_of,
     stand_in,
 )
-from blocksparse.hosts.diffusers.families import FAMILIES, LEFT_OUT, Family
-from blocksparse.hosts.diffusers.family import the_timestep
+from blocksparse.hosts.diffusers.families import FAMILIES, LEFT_OUT, Family, the_timestep
 from blocksparse.hosts.token_layout import check_orders
 from blocksparse.launch.torch_modes import is_checkpointed
 from blocksparse.layers.head_groups import HeadGroups

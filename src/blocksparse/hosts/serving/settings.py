@@ -17,8 +17,7 @@ from blocksparse.execute.int8 import Int8Executor
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
-from blocksparse.observe.audit import Audit
-from blocksparse.observe.estimate import Crossing
+from blocksparse.observe.audit import Audit, Crossing
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.named import always_sparse, extended, maker
 from blocksparse.presets.plan import Plan

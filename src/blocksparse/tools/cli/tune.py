@@ -17,9 +17,8 @@ from blocksparse.tools.demo import TEXT
 from blocksparse.tools.demo.model import Model
 from blocksparse.tools.tune.journal import Report
 from blocksparse.tools.tune.prompts import TunePrompt, prompts_from_file, prompts_from_text
-from blocksparse.tools.tune.run import Budget, tune
+from blocksparse.tools.tune.run import Budget, ErrorBounds, sparge_search, tune
 from blocksparse.tools.tune.session import POSITIONS
-from blocksparse.tools.tune.sparge_search import ErrorBounds, sparge_search
 
 _SECONDS_BETWEEN_LINES = 10.0
 # Options that only one strategy knows, and their defaults.
