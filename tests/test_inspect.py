@@ -256,6 +256,7 @@ def test_figures_that_are_not_known_are_null() -> None:
         (["TINY", "--tokens", "2000"], "'--tokens' must be at most 1024, what the model can read: 2000"),
         (["TINY", "SHORT"], "'TEXT' must have at least 128 tokens, or there is nothing to skip: 5"),
         (["TINY", "--out", "/nowhere/x.html"], "'--out' must be a file in a folder that exists: /nowhere/x.html"),
+        (["TINY", "--converted", "x"], "'--converted' is for the model 'smollm2' alone, and this is "),
         (["TINY", "--preset", "x"], "'--preset' must be one of auto, pbs_attn"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -202,8 +202,12 @@ def test_wrong_files(tmp_path: Path, content: str | None, sentence: str) -> None
 
 def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
     plan = Plan.load(saved)
-    with pytest.raises(TuneError, match=r"made for another model, .*\(it differs in weights\)"):
+    with pytest.raises(
+        TuneError, match=r"made for another model, .*\(it differs in weights, positions or windows\)"
+    ):
         plan.schedule(tiny.network(seed=1))
+    with pytest.raises(TuneError, match=r"\(it differs in weights, positions or windows\)"):
+        plan.schedule(tiny.network(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))  # equal weights
     with pytest.raises(TuneError, match=r"\(it differs in layers: 3 and 4\)"):
         plan.schedule(tiny.network(num_hidden_layers=4))
     assert plan.schedule(model.to(torch.float64)).resolve(3)[0] is None  # the same numbers in another dtype

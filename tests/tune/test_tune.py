@@ -500,6 +500,10 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
         (["MODEL", "--count", "0"], "'--count' must be at least 1: 0"),
         (["MODEL", "--held", "0"], "'--held' must be at least 1: 0"),
         (["MODEL", "--prompts", "none.jsonl", "--held", "3"], "of which every second one verifies: 3. Leave"),
+        (["MODEL", "--prompts", "none.jsonl", "--tokens", "8", "9"], "'--tokens' does not apply to '--prompts', "),
+        (["MODEL", "--prompts", "none.jsonl", "--count", "3"], "'--count' does not apply to '--prompts', of"),
+        (["MODEL", "--prompts", "none.jsonl", "--seed", "3"], "'--seed' does not apply to '--prompts', of"),
+        (["MODEL", "--prompts", "p.jsonl", "--text", "none.txt"], "'--text' does not apply to '--prompts', of"),
         (["MODEL", "--tokens", "5000", "900"], "tokens for each prompt"),
         (["MODEL", "--tokens", "1025", "900", "--count", "1"], "prompts must be of at most 1024 tokens"),
         (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),
@@ -528,7 +532,7 @@ def test_the_command_refuses_in_one_sentence(
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     words = [str(folder) if word == "MODEL" else word for word in options]
-    given = [] if "--text" in words else ["--text", str(text)]
+    given = [] if {"--text", "--prompts"} & {*words} else ["--text", str(text)]
     out = [] if "--out" in words else ["--out", str(tmp_path / "plan.json")]
     assert main(["tune", *words, *given, *out]) == 1
     printed, said = capsys.readouterr()

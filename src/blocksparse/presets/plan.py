@@ -18,6 +18,7 @@ from blocksparse.layers.schedule import LayerPipeline, Schedule, text_config
 from blocksparse.presets.named import Candidate, TuneError, UpTo
 
 _SAMPLES = 32  # numbers of each weight
+_OF_THE_CONFIG = "rope_parameters", "sliding_window", "layer_types"  # they change attention, and no weight
 
 
 @final
@@ -30,7 +31,7 @@ class Fingerprint:
     layers: int
     heads: int
     kv_heads: int
-    weights: str  # a hash of some numbers of every weight
+    weights: str  # a hash of some numbers of every weight, and of the config's positions and windows
 
     @classmethod
     def of(cls, network: Any) -> Fingerprint:
@@ -40,6 +41,8 @@ class Fingerprint:
             flat = weight.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
             digest.update(f"{name} {tuple(weight.shape)} ".encode() + some.numpy().tobytes())
+        settings = {name: getattr(config, name, None) for name in _OF_THE_CONFIG}
+        digest.update(json.dumps(settings, sort_keys=True).encode())
         heads = int(config.num_attention_heads)
         return cls(
             name=str(getattr(network.config, "_name_or_path", "") or type(network).__name__)
@@ -57,7 +60,7 @@ class Fingerprint:
         for what in ("type", "layers", "heads", "kv_heads"):
             if getattr(self, what) != getattr(other, what):
                 return f"{what.replace('_', ' ')}: {getattr(self, what)} and {getattr(other, what)}"
-        return None if self.weights == other.weights else "weights"
+        return None if self.weights == other.weights else "weights, positions or windows"
 
 
 FORMAT = "blocksparse plan 2"

@@ -17,7 +17,7 @@ _EXAMPLES = """\
   blocksparse inspect smollm2 --preset 'pbs_attn(0.95)' --preset s2o --json > numbers.json
 """
 _PRESETS = ("pbs_attn", "mean_pooling", "xattention", "flex_prefill")
-_SMOLLM2 = "smollm2"
+_SMOLLM2, _CONVERTED = "smollm2", Path("demo-output/SmolLM2-135M-Instruct")
 _LEAST = 128  # tokens; shorter prompts have nothing to skip
 
 
@@ -47,9 +47,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--converted",
         type=Path,
-        default=Path("demo-output/SmolLM2-135M-Instruct"),
         metavar="DIR",
-        help=f"folder for the converted '{_SMOLLM2}'",
+        help=f"folder for the converted '{_SMOLLM2}'; default: {_CONVERTED}",
     )
     add_json(parser)
 
@@ -67,6 +66,8 @@ def _run(parsed: argparse.Namespace) -> int:
     pipelines = {text: written(text) for text in parsed.preset or _PRESETS}
     if parsed.tokens < _LEAST:
         raise UserError(f"'--tokens' must be at least {_LEAST}: {parsed.tokens}")
+    if parsed.converted is not None and parsed.model != _SMOLLM2:
+        raise UserError(f"'--converted' is for the model '{_SMOLLM2}' alone, and this is {parsed.model}")
     path = parsed.text or TEXT
     try:
         text = path.read_text(encoding="utf-8")
@@ -79,7 +80,7 @@ def _run(parsed: argparse.Namespace) -> int:
     _say("getting the model ready")
     folder = Path(parsed.model)
     if parsed.model == _SMOLLM2:
-        folder = parsed.converted
+        folder = parsed.converted or _CONVERTED
         folder.parent.mkdir(parents=True, exist_ok=True)
         convert_smollm2(folder)
     model = load(folder, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blocksparse.check.validators import UserError
+from blocksparse.check.validators import UserError, shown
 from blocksparse.presets.named import TuneError
 from blocksparse.presets.plan import Plan
 from blocksparse.tools.cli.options import Commands, add_command, extra, only_errors
@@ -31,6 +31,8 @@ _OF_KL: dict[str, Any] = {
     "head_groups": 1,
 }
 _OF_SPARGE: dict[str, Any] = {"l1": ErrorBounds().l1, "l2": ErrorBounds().l2}
+# Options for prompts that are made from a text, which --prompts replaces.
+_OF_TEXT: dict[str, Any] = {"tokens": [4096], "text": TEXT, "count": 2, "held": None, "seed": 0}
 
 
 _EXAMPLES = """\
@@ -62,12 +64,16 @@ def add_to(commands: Commands) -> None:
         "--tokens",
         type=int,
         nargs="+",
-        default=[4096],
+        default=_OF_TEXT["tokens"],
         metavar="N",
         help="lengths of the prompts made from --text; with one length, prompts of half of it are made too",
     )
-    parser.add_argument("--text", type=Path, default=TEXT, help="text to make prompts from, with planted facts")
-    parser.add_argument("--count", type=int, default=2, help="prompts of each length for comparing candidates")
+    parser.add_argument(
+        "--text", type=Path, default=_OF_TEXT["text"], help="text to make prompts from, with planted facts"
+    )
+    parser.add_argument(
+        "--count", type=int, default=_OF_TEXT["count"], help="prompts of each length for comparing candidates"
+    )
     parser.add_argument(
         "--held",
         type=int,
@@ -101,7 +107,7 @@ def add_to(commands: Commands) -> None:
         default=_OF_KL["head_groups"],
         help="groups of KV heads per layer, each with its own choice",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the planted facts")
+    parser.add_argument("--seed", type=int, default=_OF_TEXT["seed"], help="seed of the planted facts")
     parser.add_argument(
         "--l1", type=float, default=_OF_SPARGE["l1"], help="with --strategy sparge: error bound for tau and theta"
     )
@@ -131,6 +137,12 @@ def _check(arguments: argparse.Namespace) -> None:
         if (given := getattr(arguments, name)) != default:
             raise TuneError(
                 f"'--{name.replace('_', '-')}' does not apply to '--strategy {arguments.strategy}': {given}. "
+                "Leave one of the two out."
+            )
+    for name, default in _OF_TEXT.items() if arguments.prompts is not None else ():
+        if (given := getattr(arguments, name)) != default:
+            raise TuneError(
+                f"'--{name}' does not apply to '--prompts', of which every second one verifies: {shown(given)}. "
                 "Leave one of the two out."
             )
     if arguments.out.is_dir():
@@ -234,11 +246,6 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
         if number < 1:
             raise TuneError(f"'--{name}' must be at least 1: {number}")
     if arguments.prompts is not None:
-        if arguments.held is not None:
-            raise TuneError(
-                f"'--held' does not apply to '--prompts', of which every second one verifies: {held}. Leave "
-                "one of the two out."
-            )
         every = prompts_from_file(tokenizer, arguments.prompts)
         if len(every) < 2:
             raise TuneError(
