@@ -329,7 +329,7 @@ def test_a_model_is_audited_layer_by_layer() -> None:
     assert not torch.allclose(first, dense, atol=1e-4)
     torch.testing.assert_close(second, dense, atol=1e-5, rtol=1e-4)
     assert recorder.density().tolist() == [[1.0] * 4] * 2
-    with pytest.raises(TypeError, match="'audit' must be an Audit: 16"):
+    with pytest.raises(TypeError, match="'audit' must be an Audit, or None: 16"):
         attach(model, schedule, audit=16)  # type: ignore[arg-type]
 
 

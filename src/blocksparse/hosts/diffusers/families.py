@@ -83,10 +83,18 @@ def counts(mask: Tensor) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def padding_ends(mask: Tensor) -> bool:
-    """Whether all padding of a mask `[B, text]` bool stands behind the real tokens."""
+def padding_ends(mask: Tensor | None) -> bool:
+    """Whether all padding of a mask `[B, text]` stands behind the real tokens, or there is no mask."""
+    if mask is None:
+        return True
     place = torch.arange(mask.shape[1], device=mask.device)
-    return torch.equal(place < mask.sum(dim=1, keepdim=True), mask)
+    return torch.equal(place < mask.bool().sum(dim=1, keepdim=True), mask.bool())
+
+
+def picture(config: Any, given: Arguments) -> Sizes:
+    """The grid of tokens of a picture, in patches of the size that the config names."""
+    H, W = given["hidden_states"].shape[-2:]
+    return 1, H // config.patch_size, W // config.patch_size
 
 
 def checked(grids: tuple[Any, ...], tokens: int, **more: Any) -> TokenLayout | None:
@@ -241,7 +249,7 @@ def _qwen_image(_: Any, given: Arguments) -> TokenLayout | None:
     if any(list(other) != list(first) for other in others):
         return None
     # Padding inside the text is left to the model's own mask.
-    if mask is not None and not padding_ends(mask.bool()):
+    if not padding_ends(mask):
         return None
     real, tokens = None if mask is None else counts(mask.bool()), text.shape[1]
     return checked(tuple(first), given["hidden_states"].shape[1], text=tokens, before=tokens, real=real)
@@ -250,16 +258,15 @@ def _qwen_image(_: Any, given: Arguments) -> TokenLayout | None:
 def _krea_2(_: Any, given: Arguments) -> TokenLayout | None:
     text, mask = given["encoder_hidden_states"].shape[1], given["encoder_attention_mask"]
     grids = grids_of(given["position_ids"][text:])
-    if grids is None or (mask is not None and not padding_ends(mask.bool())):
+    if grids is None or not padding_ends(mask):
         return None
     real = None if mask is None else counts(mask.bool())
     return checked(grids, given["hidden_states"].shape[1], text=text, before=text, real=real)
 
 
 def _cogview_4(config: Any, given: Arguments) -> TokenLayout | None:
-    H, W = given["hidden_states"].shape[-2:]
-    text, p = given["encoder_hidden_states"].shape[1], config.patch_size
-    return TokenLayout(((1, H // p, W // p),), text=text, before=text)
+    text = given["encoder_hidden_states"].shape[1]
+    return TokenLayout((picture(config, given),), text=text, before=text)
 
 
 def _z_image(_: Any, given: Arguments) -> TokenLayout | None:
@@ -274,8 +281,8 @@ def _z_image(_: Any, given: Arguments) -> TokenLayout | None:
 
 
 def _ernie_image(config: Any, given: Arguments) -> TokenLayout:
-    H, W = (size // config.patch_size for size in given["hidden_states"].shape[-2:])
-    return TokenLayout(((1, H, W),), text=given["text_bth"].shape[1], real=tuple(given["text_lens"].tolist()))
+    real = tuple(given["text_lens"].tolist())
+    return TokenLayout((picture(config, given),), text=given["text_bth"].shape[1], real=real)
 
 
 def _hunyuan_image(config: Any, given: Arguments) -> TokenLayout:
@@ -316,7 +323,7 @@ def _motif_video(config: Any, given: Arguments) -> TokenLayout | None:
     grid = _hunyuan_grid(config, given)
     image, mask = given["image_embeds"], given["encoder_attention_mask"]
     seen = 0 if image is None else image.shape[1]
-    if mask is not None and not padding_ends(mask.bool()):
+    if not padding_ends(mask):
         return None
     real = None if mask is None else tuple(seen + n for n in counts(mask.bool()))
     return TokenLayout((grid,), text=seen + given["encoder_hidden_states"].shape[1], real=real)
@@ -338,9 +345,7 @@ def _mochi(config: Any, given: Arguments) -> TokenLayout:
 
 
 def _sd3(config: Any, given: Arguments) -> TokenLayout:
-    H, W = given["hidden_states"].shape[-2:]
-    p = config.patch_size
-    return TokenLayout(((1, H // p, W // p),), text=given["encoder_hidden_states"].shape[1])
+    return TokenLayout((picture(config, given),), text=given["encoder_hidden_states"].shape[1])
 
 
 def _minimax_h3(_: Any, given: Arguments) -> TokenLayout | None:

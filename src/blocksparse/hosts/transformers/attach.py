@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blocksparse.check.per_head import read_again
-from blocksparse.check.validators import flag, optional, shown, size, whole
+from blocksparse.check.validators import a, flag, optional, size, whole
 from blocksparse.hosts.transformers.adapter import SDPA, LayerAttention, Outcomes, SdpaInPlace, TransformersAdapter
 from blocksparse.hosts.transformers.call import layer_of
 from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
@@ -221,10 +221,8 @@ def attach(
     model = _inside(model)
     read_again()  # sinks that were written to since, which not every write says of itself
     schedule = schedule_of(pipeline)
-    if recorder is not None and not isinstance(recorder, DensityRecorder):
-        raise TypeError(f"'recorder' must be a DensityRecorder: {shown(recorder)}")
-    if audit is not None and not isinstance(audit, Audit):
-        raise TypeError(f"'audit' must be an Audit: {shown(audit)}")
+    optional(a(DensityRecorder)).check(recorder=recorder)
+    optional(a(Audit)).check(audit=audit)
     min_tokens, min_queries = whole(min_tokens), whole(min_queries)
     flag.check(continuous_batching=continuous_batching)
     size.check(min_tokens=min_tokens, min_queries=min_queries)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blocksparse.check.validators import UserError
 from blocksparse.tools.cli.options import Commands, add_command, add_json, add_presets, extra
-from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo import TEXT, read_text
 
 _EXAMPLES = """\
   blocksparse inspect smollm2
@@ -69,10 +69,7 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.converted is not None and parsed.model != _SMOLLM2:
         raise UserError(f"'--converted' is for the model '{_SMOLLM2}' alone, and this is {parsed.model}")
     path = parsed.text or TEXT
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'TEXT' must be a readable UTF-8 text: {path}: {error}") from None
+    text = read_text(path, "TEXT")
     if not parsed.out.parent.is_dir() or parsed.out.is_dir():
         raise UserError(f"'--out' must be a file in a folder that exists: {parsed.out}")
     disable_progress_bar()

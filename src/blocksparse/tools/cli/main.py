@@ -83,9 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
-    except UserError as error:
-        print(f"blocksparse {parsed.command}: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print(f"blocksparse {parsed.command}: interrupted", file=sys.stderr)
         return 130
@@ -93,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output, such as `head`, has seen enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # of a disk that is full, say; the text names the file
+    except (UserError, OSError) as error:  # OSError of a disk that is full, say; the text names the file
         print(f"blocksparse {parsed.command}: {error}", file=sys.stderr)
         return 1
     return status

@@ -13,7 +13,7 @@ from blocksparse.check.validators import UserError, shown
 from blocksparse.presets.named import TuneError
 from blocksparse.presets.plan import Plan
 from blocksparse.tools.cli.options import Commands, add_command, extra, only_errors
-from blocksparse.tools.demo import TEXT
+from blocksparse.tools.demo import TEXT, read_text
 from blocksparse.tools.demo.model import Model
 from blocksparse.tools.tune.journal import Report
 from blocksparse.tools.tune.prompts import TunePrompt, prompts_from_file, prompts_from_text
@@ -252,10 +252,7 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
                 f"{arguments.prompts} must have at least two prompts, one to tune and one to verify on"
             )
     else:
-        try:
-            text = arguments.text.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TuneError(f"'--text' must be a readable UTF-8 text: {arguments.text}: {error}") from None
+        text = read_text(arguments.text, "--text")
         total = arguments.count + held
         lengths = arguments.tokens if len(arguments.tokens) > 1 else [arguments.tokens[0] // 2, *arguments.tokens]
         compared = [number * total // arguments.count for number in range(arguments.count)]

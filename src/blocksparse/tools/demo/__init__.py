@@ -6,5 +6,15 @@
 
 from pathlib import Path
 
+from blocksparse.check.validators import UserError
+
 TEXT = Path(__file__).with_name("persuasion.txt")
 """Default text of the demo."""
+
+
+def read_text(path: Path, option: str) -> str:
+    """The text of the file that was given as `option`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{option}' must be a readable UTF-8 text: {path}: {error}") from None

@@ -19,6 +19,7 @@ from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import text_config
 from blocksparse.presets.text import mean_pooling, pbs_attn
+from blocksparse.tools.demo import read_text
 from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure
 from blocksparse.tools.demo.model import SHIPPED, Model, convert_smollm2, fetch, load
 from blocksparse.tools.demo.picture import Panel, draw
@@ -114,7 +115,7 @@ def run(settings: DemoSettings, console: Console, *, progress: Console) -> list[
     Raises:
         UserError: the model, the text or a number does not allow it.
     """
-    text = _read(settings.text)
+    text = read_text(settings.text, "--text")
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -162,13 +163,6 @@ def run(settings: DemoSettings, console: Console, *, progress: Console) -> list[
 
     _report(rows, model, prompt, settings, console)
     return rows
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'--text' must be a readable UTF-8 text: {path}: {error}") from None
 
 
 def _model(settings: DemoSettings, begin: Callable[[str], None]) -> Model:
