@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from tests.on_kernels import pretend_gpu, small_preset
 from torch import Tensor
 
 from blocksparse import (
@@ -38,7 +39,7 @@ from blocksparse import (
 )
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.serving.layer import PagedAttention, Workspace, record_dense
-from blocksparse.hosts.serving.runs import Runs, Split
+from blocksparse.hosts.serving.runs import Prefills, Runs, Split
 from blocksparse.hosts.serving.settings import Served
 from blocksparse.hosts.serving.warm import pays_from, sizes, warm
 from blocksparse.hosts.serving.worth import Kinds, Worth
@@ -46,7 +47,8 @@ from blocksparse.hosts.vllm import ConfigurationError, DensityRecorder, Settings
 from blocksparse.hosts.vllm.batch import SplitMetadata, dense_because, part_of
 from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configured, layer_of
 from blocksparse.hosts.vllm.requests import Requests, watch
-from blocksparse.launch.replay import owner_of
+from blocksparse.launch import replay
+from blocksparse.launch.replay import GraphCache, owner_of
 from blocksparse.observe import Audit
 from blocksparse.observe.metrics import AuditGauges
 from blocksparse.spec import AttentionSpec
@@ -170,6 +172,17 @@ def keys_of(common: Common, cache: Tensor, request: int) -> Tensor:
     return rows.transpose(1, 2).flatten(0, 1)[: int(common.seq_lens[request])].transpose(0, 1)[None]
 
 
+def of_one_prompt(attend: PagedAttention, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Attention of `q` `[1, Hq, M, D]` to k and v that lie in pages of 16 tokens: `[1, Hq, M, D]`."""
+    M, N = q.shape[2], k.shape[2]
+    keys, values = (x[0].unflatten(1, (-1, 16)).transpose(0, 1) for x in (k, v))  # [pages, Hkv, 16, D]
+    pages = torch.arange(len(keys), dtype=torch.int32)[None]
+    prefills = Prefills.of(Runs.of([0]), pages, starts=[0, M], keys=[N], page_size=16)
+    query, out = q[0].transpose(0, 1), torch.empty(M, q.shape[1], q.shape[3])
+    attend(query, keys, values, out, prefills, scale=scale)
+    return out.transpose(0, 1)[None]
+
+
 @pytest.mark.parametrize("queries", [[1, 1, 120, 64], [130, 1, 70]], ids=["rest first", "rest between"])
 def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
     keys, D = [n + 30 for n in queries], 16
@@ -212,16 +225,41 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
     pipeline, gauges = a_shape(sink=16, local=32, block=16), AuditGauges(settings.audit)
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
     audited, plain = (PagedAttention(pipeline, 2, None, Workspace(160), its) for its in (gauges, None))
-    out, expected = torch.empty_like(q), torch.empty_like(q)
-    plain._attend(q, k, v, expected, {"scale": 0.25})
+    expected = of_one_prompt(plain, q, k, v, scale=0.25)
     for _ in range(9):
-        audited._attend(q, k, v, out, {"scale": 0.25})
-        torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+        torch.testing.assert_close(of_one_prompt(audited, q, k, v, scale=0.25), expected, rtol=0, atol=2e-6)
     (found,) = gauges.audit.layers()
     assert (found.layer, found.calls, found.audited, found.crossed, found.dense) == (2, 9, 3, 3, False)
     assert found.error is not None
     assert found.error.value > 0.01
     assert caplog.text.count("an audit crossed its bound in layer 2") == 3
+
+
+@pytest.mark.parametrize("name", ["mean_pooling", "auto"])
+def test_all_layers_of_a_step_give_what_they_give_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunk by chunk, with other pages in each: where later layers repeat the launches of the first, too."""
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(replay, "GRAPHS", GraphCache(most_graphs=1024, most_seen=4096))
+    pipeline, D, queries, workspace = small_preset(name), 16, [40, 24], Workspace(130)
+    for keys, remaining in (([40, 60], [40, 200]), ([80, 84], [0, 176])):
+        common = batch_of(queries, keys)
+        found = split(queries, keys, min_tokens=1)
+        batch = SplitMetadata.of(common, found, keys, page_size=16, build=lambda _: None, remaining=remaining)
+        assert batch.prefills is not None
+        for layer in range(4):
+            cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
+            (k, v), out = cache.split(D, dim=-1), torch.full_like(query, float("nan"))
+            PagedAttention(pipeline, layer, None, workspace)(query, k, v, out, batch.prefills, scale=0.3)
+            alone = [
+                evolve(pipeline, replay=False)(
+                    q.transpose(0, 1)[None],
+                    *keys_of(common, cache, request).split(D, dim=-1),
+                    scale=0.3,
+                    remaining=remaining[request],
+                )[0].transpose(0, 1)
+                for request, q in enumerate(query.split(queries))
+            ]
+            assert torch.equal(out, torch.cat(alone))
 
 
 def test_what_stands_behind_a_prompt_in_its_page_is_not_read() -> None:
@@ -252,8 +290,7 @@ def test_a_layer_has_its_softcap_and_sinks(dense: bool) -> None:
     attend = PagedAttention(
         evolve(pipeline, executor=Int8Executor()) if dense else pipeline, 7, None, Workspace(160), **own
     )
-    out = torch.empty_like(q)
-    attend._attend(q, k, v, out, attend.options(0.3))
+    out = of_one_prompt(attend, q, k, v, scale=0.3)
     expected = dense_attention(q, k, v, AttentionSpec(scale=0.3, **own))
     torch.testing.assert_close(out, expected if dense else pipeline(q, k, v, scale=0.3, **own))
 
@@ -271,9 +308,9 @@ def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
 def test_what_the_executor_cannot_run_is_dense_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=64, D=16)
     pipeline, recorder = evolve(a_shape(), executor=Int8Executor()), DensityRecorder()
-    attend, out = PagedAttention(pipeline, 7, recorder, Workspace(64)), torch.empty_like(q)
+    attend = PagedAttention(pipeline, 7, recorder, Workspace(64))
     for _ in range(2):
-        attend._attend(q, k, v, out, {"scale": 0.3})
+        out = of_one_prompt(attend, q, k, v, scale=0.3)
         torch.testing.assert_close(out, dense_attention(q, k, v, AttentionSpec(scale=0.3)))
     ((reason, times),) = recorder.dense_calls()[7].items()
     assert (reason.split(":")[0], times) == ("Int8Executor", 2)

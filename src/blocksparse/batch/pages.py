@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import final
 
@@ -39,6 +38,9 @@ class PageTable:
             for a tensor that is on a GPU.
         page_size: the tokens of a page.
 
+    Attributes:
+        pages: the pages of each request in order, `[pages of the request]` int32.
+
     Raises:
         TypeError: `block_table` or `lengths` do not hold whole numbers.
         ValueError: sizes do not fit, or a page is below 0. Page numbers are checked on a CPU only. On a GPU, a
@@ -48,7 +50,7 @@ class PageTable:
     block_table: Tensor
     lengths: tuple[int, ...] = field(converter=_lengths)
     page_size: int = field(converter=whole, kw_only=True)
-    _pages: tuple[Tensor, ...] = field(  # [pages of the request] int32, for each request
+    pages: tuple[Tensor, ...] = field(
         init=False, repr=False, default=Factory(lambda self: self._of_requests(), takes_self=True)
     )
 
@@ -110,7 +112,7 @@ class PageTable:
         self._check(keys, values)
         k, v = (x.new_empty((1, x.shape[1], sum(self.lengths), x.shape[3])) for x in (keys, values))
         parts = k.split(self.lengths, 2), v.split(self.lengths, 2)
-        for pages, k_part, v_part in zip(self._pages, *parts, strict=True):
+        for pages, k_part, v_part in zip(self.pages, *parts, strict=True):
             if len(pages):
                 gather_pages(keys, values, pages, k_part, v_part)
         return k, v
@@ -133,12 +135,11 @@ class PageTable:
         count.check(request=request)
         if request >= len(self.lengths):
             raise ValueError(f"'request' must be below {len(self.lengths)}, the rows of the table: {request}")
-        Hkv, N = keys.shape[1], self.lengths[request]
-        shapes = (1, Hkv, N, keys.shape[3]), (1, Hkv, N, values.shape[3])
-        sizes = math.prod(shapes[0]), math.prod(shapes[1])
-        if into.numel() < sum(sizes) or into.dtype != keys.dtype or not into.is_contiguous():
+        N = self.lengths[request]
+        needed = N * keys.shape[1] * (keys.shape[3] + values.shape[3])
+        if into.numel() < needed or into.dtype != keys.dtype or not into.is_contiguous():
             raise ValueError(
-                f"'into' must be contiguous and have room for {sum(sizes)} numbers of {keys.dtype}, the keys and "
+                f"'into' must be contiguous and have room for {needed} numbers of {keys.dtype}, the keys and "
                 f"values of {N} tokens: {shown(into)}"
             )
         if into.device != keys.device:
@@ -150,11 +151,7 @@ class PageTable:
             raise ValueError(
                 f"'into' must not share memory with the cache, which it would write to: {shown(into)}"
             )
-        room = into.view(-1)
-        k, v = room[: sizes[0]].view(shapes[0]), room[sizes[0] : sum(sizes)].view(shapes[1])
-        if N:
-            gather_pages(keys, values, self._pages[request], k, v)
-        return k, v
+        return gathered(keys, values, self.pages[request], N, into)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         device = self.block_table.device
@@ -174,6 +171,17 @@ class PageTable:
             if x.device != device:
                 raise ValueError(f"'{name}' must be on the device of the table ({device}): {x.device}")
         if keys.device.type == "cpu":
-            last = max([int(pages.max()) for pages in self._pages if len(pages)], default=0)
+            last = max([int(pages.max()) for pages in self.pages if len(pages)], default=0)
             if last >= len(keys):
                 raise ValueError(f"'block_table' must name pages of the cache, 0 to {len(keys) - 1}: {last}")
+
+
+def gathered(keys: Tensor, values: Tensor, pages: Tensor, tokens: int, into: Tensor) -> tuple[Tensor, Tensor]:
+    """`PageTable.gather_one` of these pages of a request, unchecked."""
+    Hkv, room = keys.shape[1], into.view(-1)
+    shapes = (1, Hkv, tokens, keys.shape[3]), (1, Hkv, tokens, values.shape[3])
+    first, both = (Hkv * tokens * width for width in (keys.shape[3], keys.shape[3] + values.shape[3]))
+    k, v = room[:first].view(shapes[0]), room[first:both].view(shapes[1])
+    if tokens:
+        gather_pages(keys, values, pages, k, v)
+    return k, v

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from operator import add, itemgetter
-from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch
@@ -131,8 +130,10 @@ class LaunchCapture(TorchDispatchMode):
         self._addresses: dict[tuple[int, int], int] = {}  # a value's index, by buffer and offset in bytes
         self._made: dict[int, Make] = {}
         self._used: dict[int, tuple[int, int]] = {}  # by buffer, the first and the last step that uses it
-        # Held until the end, so that no address stands for two of them; apart from tensors that get other memory.
-        self._buffers = [x.detach() for x in inputs]
+        # Held until the end, so that no address stands for two of them.
+        self._buffers: list[Tensor] = []
+        self._at: dict[int, int] = {}  # a buffer, the first of those that share memory, by where that begins
+        self._keep(inputs)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -169,20 +170,26 @@ class LaunchCapture(TorchDispatchMode):
 
     def _hold(self, func: OpOverload, made: Sequence[Tensor]) -> None:
         """Keep new memory as buffers."""
-        self._buffers += [x.detach() for x in made if x.numel()]
+        self._keep(made)
         held = sum(x.untyped_storage().nbytes() for x in self._buffers[self._inputs :])
         if held > _MOST_BYTES or any(x.device != self._buffers[0].device for x in made):
             self.refuse(f"{func} gives memory elsewhere, or too much")
 
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        for x in tensors:
+            if x.numel():
+                self._at.setdefault(_address(x), len(self._buffers))
+                self._buffers.append(x.detach())
+
     def _are_views(self, args: tuple[Any, ...], out: Any) -> bool:
         """Whether an operation gave tensors without separate memory; or it asked for none."""
         given, made = _tensors(args), _tensors(out)
-        there = {_address(x) for x in (*given, *self._buffers)}
+        there = self._at.keys() | map(_address, given)
         return all(not x.numel() or _address(x) in there for x in made) and bool(made or not given)
 
     def _shares_memory(self, args: tuple[Any, ...], made: Sequence[Tensor]) -> bool:
         """Whether one of these results has memory that was there before."""
-        there = {_address(x) for x in (*_tensors(args), *self._buffers)}
+        there = self._at.keys() | map(_address, _tensors(args))
         return any(x.numel() and _address(x) in there for x in made)
 
     def launched(self, run: Callable[..., object], arguments: Sequence[Any], *, as_views: bool = False) -> None:
@@ -191,6 +198,8 @@ class LaunchCapture(TorchDispatchMode):
 
     def _value(self, x: Any, as_view: bool) -> int:
         """The index of the value that is this argument of a launch, or the result."""
+        if type(x) is int or x is None:  # most arguments are
+            return self._add(x)
         if isinstance(x, tuple | list):
             before, parts = len(self._values), [self._value(part, as_view) for part in x]
             if not {*self._made, *self._addresses.values()}.isdisjoint(parts):
@@ -219,17 +228,19 @@ class LaunchCapture(TorchDispatchMode):
 
     def _where(self, x: Any) -> tuple[int, int] | None:
         """The buffer in which an argument lies and its offset in bytes; None if it lies in none."""
-        if isinstance(x, Tensor) and x.numel():
-            for index, buffer in enumerate(self._buffers):
-                if _address(x) == _address(buffer):
-                    return index, x.data_ptr() - buffer.data_ptr()
+        if isinstance(x, Tensor) and x.numel() and (index := self._at.get(_address(x))) is not None:
+            return index, x.data_ptr() - self._buffers[index].data_ptr()
         return None
 
     def graph(self, result: Any) -> LaunchGraph:
         """The graph of the call, which returned `result`."""
         if self.refused or (where := self._where(result)) is None:
             self.refuse("the result was there before the call, or an earlier refusal was caught")
-        index, buffer, like = self._value(result, as_view=True), where[0], self._buffers[where[0]]
+        buffer, like = where[0], self._buffers[where[0]]
+        whole = (result.data_ptr(), result.dtype, result.shape, result.stride()) == (
+            like.data_ptr(), like.dtype, like.shape, like.stride()
+        )  # fmt: skip
+        index = -1 - buffer if whole else self._value(result, as_view=True)
         new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
         shared = [x for x in self._used if x >= self._inputs and x != buffer]
         sizes = [-(-self._buffers[x].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED for x in shared]
@@ -257,8 +268,14 @@ def refuse_capture(because: str) -> None:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+    """The tensors in arguments or results of an operation: nested tuples, lists and dicts."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [found for x in values if x is not None for found in _tensors(x)]
 
 
 def _computed(func: OpOverload, count: int, kwargs: dict[str, Any], *values: Any) -> None:
@@ -297,13 +314,20 @@ def _view_like(x: Tensor, buffer: int, at: int) -> Make:
     return make
 
 
+class _Base(int):
+    """An address, asked for as of a tensor."""
+
+    __slots__ = ()
+    data_ptr = int.__int__
+
+
 def _descriptor_like(x: Any, at: int) -> Make:
     kind, rest = type(x), {name: value for name, value in vars(x).items() if name != "base"}
 
     def make(values: list[Any]) -> Any:
         # Its own constructor would check again what holds for all calls of these sizes.
         descriptor = object.__new__(kind)
-        vars(descriptor).update(rest, base=SimpleNamespace(data_ptr=partial(int, values[at])))
+        descriptor.__dict__ = {**rest, "base": _Base(values[at])}
         return descriptor
 
     return make

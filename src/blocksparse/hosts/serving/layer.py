@@ -1,35 +1,36 @@
-"""What attends in one layer: its pipeline, prompt by prompt, or dense attention where the pipeline cannot run.
-
-Workspace        `Workspace`: memory that an engine reserves for the keys and values of its longest request in
-                 one layer.
-PagedAttention   What attends in one layer: its pipeline, prompt by prompt, or dense attention where the
-                 pipeline cannot run.
-"""
+"""What attends in one layer: its pipeline, prompt by prompt, or dense attention where the pipeline cannot run."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import Counter
-from functools import lru_cache
-from typing import final
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, final
 
 import torch
-from attrs import frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
+from blocksparse.batch.pages import PageTable, gathered
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.serving.runs import Prefills
 from blocksparse.inputs import UnsupportedError
+from blocksparse.launch.replay import owner_of_value, replayed
+from blocksparse.layers.attention import LayerTrace
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.observe.metrics import AuditGauges
+from blocksparse.pipeline import Pipeline
+from blocksparse.pipeline_core import seen, tail_of
 from blocksparse.spec import AttentionOptions, AttentionSpec
 
 
 @final
 class Workspace:
-    """All layers use it in turn, for one request after another. It is taken once, while memory is measured.
+    """Memory that an engine reserves for the keys and values of its longest request in one layer.
+
+    All layers use it in turn, for one request after another. It is taken once, while memory is measured.
 
     Args:
         tokens: of the longest request.
@@ -60,6 +61,58 @@ class Workspace:
 _log = logging.getLogger(__name__)
 
 
+class Prompt(NamedTuple):
+    """What one layer gets of a prompt, or of a chunk of it, in one step."""
+
+    q: Tensor  # [M, Hq, D]
+    keys: Tensor  # the cache of the layer, [pages, Hkv, page_size, D]
+    values: Tensor  # [pages, Hkv, page_size, Dv]
+    table: PageTable
+    request: int  # its row in the table
+    out: Tensor  # [M, Hq, Dv]
+    spec: AttentionSpec
+
+
+@final
+@frozen(cache_hash=True)
+class _FromPages:
+    """Attends with a pipeline to keys and values that leave their pages before."""
+
+    pipeline: LayerPipeline
+
+    @cached_property
+    def owner(self) -> object:
+        """Whose the launch graphs are, for `replayed`."""
+        return owner_of_value(self)
+
+    @cached_property
+    def tail(self) -> int | None:
+        """The `tail_of` the pipeline, which is no `HeadGroups`."""
+        stages: Any = self.pipeline
+        return tail_of(stages.permuter, stages.scorer, stages.selector, stages.executor)
+
+    def run(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        pages: Tensor,
+        room: Tensor,
+        out: Tensor,
+        tokens: int,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Write `out`. `room` gets the keys and values of as many tokens in `pages`."""
+        k, v = gathered(keys, values, pages, tokens, room)
+        self.pipeline(heads_first(q), k, v, **spec.arguments(), out=heads_first(out))
+        return out
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """The view `[1, H, M, D]` of `[M, H, D]`."""
+    return x.transpose(0, 1)[None]
+
+
 @final
 @frozen(eq=False)
 class PagedAttention:
@@ -76,10 +129,14 @@ class PagedAttention:
     gauges: AuditGauges | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    _from_pages: _FromPages = field(
+        init=False, default=Factory(lambda self: _FromPages(self.pipeline), takes_self=True)
+    )
 
-    def options(self, scale: float | None, remaining: int = 0) -> AttentionOptions:
-        """The arguments of a call of the pipeline."""
-        return {"scale": scale, "softcap": self.softcap, "sinks": self.sinks, "remaining": remaining}
+    def spec(self, heads: int, scale: float, remaining: int = 0) -> AttentionSpec:
+        """What this layer asks for in a prompt of so many query heads."""
+        options: AttentionOptions = {"softcap": self.softcap, "sinks": self.sinks, "remaining": remaining}
+        return AttentionSpec.of(heads, scale, options)
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefills: Prefills, *, scale: float
@@ -95,32 +152,60 @@ class PagedAttention:
             values: `[pages, Hkv, page_size, Dv]`.
             out: `[tokens, Hq, Dv]`.
         """
-        for request in prefills.longest_first():
+        heads = query.shape[1]
+        for request in prefills.longest_first:
             start, stop = prefills.rows[request]
-            q, rows = (x[start:stop].transpose(0, 1)[None] for x in (query, out))  # [1, Hq, M, D]
-            room = self.workspace.room(keys, values)
-            options = self.options(scale, prefills.remaining[request])
-            self._attend(q, *prefills.table.gather_one(request, keys, values, room), rows, options)
+            q, rows, spec = (
+                query[start:stop],
+                out[start:stop],
+                self.spec(heads, scale, prefills.remaining[request]),
+            )
+            self._attend(Prompt(q, keys, values, prefills.table, request, rows, spec))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: AttentionOptions) -> None:
+    def attend(self, prompt: Prompt) -> None:
+        """Attend to one prompt.
+
+        Its launches follow from sizes, so that most layers of a step replay those of the first ones.
+
+        Raises:
+            UnsupportedError: the executor cannot run this.
+        """
+        q, keys, values, table, request, out, spec = prompt
+        pipeline, room, whole = self.pipeline, self.workspace.room(keys, values), self._from_pages
+        args = q, keys, values, table.pages[request], room, out, table.lengths[request]
+        if isinstance(pipeline, Pipeline) and pipeline.replay:
+            replayed(whole.run, *args, seen(spec, whole.tail))
+        else:
+            whole.run(*args, spec)
+
+    def trace(self, prompt: Prompt) -> LayerTrace:
+        """Every value of the same call, which leaves `out` as it is."""
+        return self.pipeline.trace(heads_first(prompt.q), *self._gathered(prompt), **prompt.spec.arguments())
+
+    def _gathered(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        keys, values = prompt.keys, prompt.values
+        return prompt.table.gather_one(prompt.request, keys, values, self.workspace.room(keys, values))
+
+    def _attend(self, prompt: Prompt) -> None:
+        """Attend to one prompt, record it and audit it. It is dense if the executor cannot run."""
         gauges = self.gauges if self.gauges is not None and self.gauges.wants(self.layer) else None
         try:
             if self.recorder is None and gauges is None:
-                self.pipeline(q, k, v, **options, out=out)
+                self.attend(prompt)
                 return
-            trace = self.pipeline.trace(q, k, v, **options)
+            trace = self.trace(prompt)
         except UnsupportedError as error:
             _warn_once(self.layer, error.because)
             if self.recorder is not None:
                 self.recorder.saw_dense(self.layer, error.because)
-            assert options["scale"] is not None  # an engine always gives it
-            out.copy_(dense_attention(q, k, v, AttentionSpec.of(q.shape[1], options["scale"], options)))
+            dense = dense_attention(heads_first(prompt.q), *self._gathered(prompt), prompt.spec)
+            heads_first(prompt.out).copy_(dense)
             return
         if self.recorder is not None:
-            self.recorder.saw(self.layer, trace, q_len=q.shape[2], k_len=k.shape[2])
+            self.recorder.saw(self.layer, trace, q_len=len(prompt.q), k_len=prompt.table.lengths[prompt.request])
         if gauges is not None:
             gauges.saw(self.layer, trace)
-        out.copy_(trace.output.out)
+        heads_first(prompt.out).copy_(trace.output.out)
 
 
 @lru_cache(maxsize=1024)

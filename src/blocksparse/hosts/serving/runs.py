@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, final
@@ -109,6 +110,7 @@ class Prefills:
         rows = tuple([(starts[request], starts[request + 1]) for request in requests])
         return cls(table, rows, tuple([0 if remaining is None else remaining[request] for request in requests]))
 
+    @cached_property
     def longest_first(self) -> list[int]:
         """The requests by their work, so that a GPU is at work on the first while the host prepares the others."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.batch.pages import PageTable
-from blocksparse.hosts.serving.layer import PagedAttention
+from blocksparse.hosts.serving.layer import PagedAttention, Prompt
 from blocksparse.hosts.serving.settings import ConfigurationError, Settings
 from blocksparse.hosts.serving.worth import Worth
 from blocksparse.inputs import UnsupportedError
@@ -94,17 +94,15 @@ def warm(
     least = pays_from(attention.pipeline, worth, settings, queries=queries, tokens=tokens)
     if least is None:
         return 0.0
-    room = attention.workspace.room(keys, values)
     short = min(queries, 256), max(queries, least)
     for M, N in sizes(queries, least, tokens) if query.is_cuda else [short]:
         pages = torch.zeros((1, -(-N // page_size)), dtype=torch.int32, device=query.device)
         table = PageTable(pages, [N], page_size=page_size)
-        q, rows = (x[:M].transpose(0, 1)[None] for x in (query, out))
+        prompt = Prompt(query[:M], keys, values, table, 0, out[:M], attention.spec(query.shape[1], D**-0.5))
         try:
-            k, v = table.gather_one(0, keys, values, room)
-            attention.pipeline(q, k, v, **attention.options(None), out=rows)
+            attention.attend(prompt)
             if attention.gauges is not None:  # a call that is audited has a trace
-                attention.pipeline.trace(q, k, v, **attention.options(None))
+                attention.trace(prompt)
         except UnsupportedError as error:
             raise ConfigurationError(
                 f"{attention.pipeline!r} of layer {attention.layer} cannot run here: {error.because}. "

@@ -117,7 +117,7 @@ class SparsePrefill:
     def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the keys and values in a cache: `[pages, Hkv, page_size, D]` each, with any strides."""
         D: int = self.head_size  # type: ignore[attr-defined]  # of the native class
-        keys, values = kv_cache.split(D, dim=-1)
+        keys, values = kv_cache.split_with_sizes((D, kv_cache.shape[-1] - D), dim=-1)  # quicker than `split`
         return keys, values
 
     def forward(
