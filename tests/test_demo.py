@@ -191,7 +191,10 @@ def test_functions_of_users_are_presets(text: str, selector: Selector[BlockMass,
     ("text", "sentence"),
     [
         ("nonsense", "'--preset' must be one of auto, pbs_attn, pbs_attn_plus"),
-        ("pbs_attn(0.95", "as in 'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': pbs_attn(0.95"),
+        (
+            "pbs_attn(0.95",
+            "or a function of yours: pbs_attn(0.95. Write it as in 'my_stages:mine', 'pbs_attn(0.95)' or",
+        ),
         ("no_such:f", "'--preset': there is no preset 'no_such:f': No module named 'no_such'. Add the folder of"),
         ("json:f", "there is no preset 'json:f'. Define a function 'f' in the module 'json'"),
         (".x:f", "there is no preset '.x:f'. A function is named as in 'my_stages:mine'"),

@@ -61,7 +61,9 @@ class Grid(BlockGrid):
         (B, Hq, M, _), (_, Hkv, N, _) = q.shape, k.shape
         causal = spec.causal
         if causal and M > N:
-            raise ValueError(f"a causal grid needs at least as many keys as queries: Nq={M}, Nk={N}")
+            raise ValueError(
+                f"a causal grid needs at least as many keys as queries: Nq={M}, Nk={N}. Pass the cached keys too."
+            )
         permutation.check_fits(q, k, causal=causal)
         offset = N - M if causal else 0
         q_position, k_position, bounds = block_places(
@@ -119,7 +121,8 @@ class Grid(BlockGrid):
         if spec.causal != self.causal:
             raise ValueError(
                 f"these scores, or this mask, were made with causal={self.causal}, and the call has "
-                f"causal={spec.causal}"
+                f"causal={spec.causal}. "
+                "Pass the spec of the call."
             )
         if (hides := _hiding(spec.window, N)) != self.window:
             raise ValueError(
@@ -148,7 +151,9 @@ class Grid(BlockGrid):
     def _refined(self, n: int) -> Grid:
         size.check(n=n)
         if self.q_block % n or self.k_block % n:
-            raise ValueError(f"'n' must divide both blocks ({self.q_block} x {self.k_block}): {shown(n)}")
+            raise ValueError(
+                f"'n' must divide both blocks ({self.q_block} x {self.k_block}): {shown(n)}. Give 1, 2 or 4, say."
+            )
         q_block, k_block = self.q_block // n, self.k_block // n
         # A coarse block may begin or end with empty slots; fine blocks that hold nothing else are left out.
         before = self.q_lead // q_block * q_block
@@ -203,7 +208,7 @@ class Grid(BlockGrid):
 
     @property
     def _over(self) -> tuple[int, int, int, int, int]:
-        """`(B, Hq, Hkv, M, N)` of the q and k that the grid was made for."""
+        """`(B, Hq, Hkv, M, N)` of the grid's q and k."""
         return self.batch, self.q_heads, self.kv_heads, self.q_len, self.k_len
 
 

@@ -105,8 +105,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
         Of an empty batch the result is empty, as in PyTorch; `choose`, `trace` and `with_lse` refuse it.
 
         Args:
-            attn_mask: must be None, because the selector makes the mask.
-            causal: whether query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
+            attn_mask: must be None. The selector makes the mask.
+            causal: query `i` sees only the keys up to position `N - M + i` (bottom-right aligned).
             scale: factor of the logits. `1 / sqrt(D)` if None.
             window: a layer's sliding window in tokens. A query at position `p` sees the keys at `p - window < k <=
                 p`, as with Hugging Face's `sliding_window`. Blocks outside are not scored, and `density()` is the
@@ -121,8 +121,8 @@ class Pipeline(Generic[PermutationT, ScoresT, MaskT]):
             history: what earlier chunks of this prompt, or of each of the `sequences`, left for later ones. The
                 result is the same without. A call that attends densely leaves it as it is. torch.compile takes
                 none.
-            out: the tensor `[B, Hq, M, Dv]` that the output of one prompt is written to, and that is returned. It
-                may be a part of a larger tensor. A new tensor if None. Under torch.compile it must be None.
+            out: `[B, Hq, M, Dv]`. The output of one prompt is written to it, and it is returned. It may be a part
+                of a larger tensor. A new tensor if None. Under torch.compile it must be None.
 
         Raises:
             TypeError, ValueError: the pipeline or its executor cannot run these inputs.

@@ -34,8 +34,8 @@ class PageTable:
 
     Args:
         block_table: `[requests, pages of the longest]` int32 or int64, on the device of the cache.
-        lengths: the tokens of each request, as whole numbers or as a tensor of them, `[requests]`. The host waits
-            for a tensor that is on a GPU.
+        lengths: tokens of each request, whole numbers or a tensor `[requests]`. The host waits for a tensor that
+            is on a GPU.
         page_size: the tokens of a page.
 
     Attributes:
@@ -58,17 +58,22 @@ class PageTable:
         table = self.block_table
         block_size.check(page_size=self.page_size)
         if not isinstance(table, Tensor) or table.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"'block_table' must be a tensor of int32 or int64: {shown(table)}")
+            raise TypeError(
+                f"'block_table' must be a tensor of int32 or int64: {shown(table)}. "
+                "Make it by torch.tensor(..., dtype=torch.int32)."
+            )
         if table.ndim != 2 or table.shape[0] != len(self.lengths):
             raise ValueError(
-                f"'block_table' must have a row for each of {len(self.lengths)} lengths: {shown(table)}"
+                f"'block_table' must have a row for each of {len(self.lengths)} lengths: {shown(table)}. "
+                "Give PageTable the lengths of all requests."
             )
         room = table.shape[1] * self.page_size
         for request, length in enumerate(self.lengths):
             if not 0 <= length <= room:
                 raise ValueError(
                     f"'lengths' must be from 0 to {room}, the pages of a row of 'block_table' ({table.shape[1]}) "
-                    f"times 'page_size' ({self.page_size}): request {request} has {length}"
+                    f"times 'page_size' ({self.page_size}): request {request} has {length}. "
+                    "Give a wider block table."
                 )
         counts = [-(-length // self.page_size) for length in self.lengths]
         if table.device.type == "cpu":
@@ -124,32 +129,42 @@ class PageTable:
             request: its row in the table, from 0 on.
             keys: as in `gather`.
             values: as in `gather`.
-            into: contiguous memory outside the cache, in its dtype and on its device, for as many numbers as these
-                have, or more.
+            into: contiguous memory outside the cache. In its dtype, on its device, with room for both.
 
         Raises:
-            TypeError, ValueError: as in `gather`; or the request does not exist; or `into` is too small, shares
+            TypeError, ValueError: as in `gather`. Or the request does not exist, or `into` is too small, shares
                 memory with the cache, or requires grad.
         """
         self._check(keys, values)
         count.check(request=request)
         if request >= len(self.lengths):
-            raise ValueError(f"'request' must be below {len(self.lengths)}, the rows of the table: {request}")
+            raise ValueError(
+                f"'request' must be below {len(self.lengths)}, the rows of the table: {request}"
+                ". Rows count from 0."
+            )
         N = self.lengths[request]
         needed = N * keys.shape[1] * (keys.shape[3] + values.shape[3])
         if into.numel() < needed or into.dtype != keys.dtype or not into.is_contiguous():
             raise ValueError(
                 f"'into' must be contiguous and have room for {needed} numbers of {keys.dtype}, the keys and "
                 f"values of {N} tokens: {shown(into)}"
+                ". Or call gather(), which allocates."
             )
         if into.device != keys.device:
-            raise ValueError(f"'into' must be on the device of the cache ({keys.device}): {into.device}")
+            raise ValueError(
+                f"'into' must be on the device of the cache ({keys.device}): {into.device}. "
+                "Make it by keys.new_empty()."
+            )
         if into.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"'into' must not require grad, as no gradients are computed: {shown(into)}")
+            raise ValueError(
+                f"'into' must not require grad, as no gradients are computed: {shown(into)}. "
+                "Make it under torch.no_grad()."
+            )
         memory = into.untyped_storage().data_ptr()
         if any(memory == x.untyped_storage().data_ptr() for x in (keys, values)):
             raise ValueError(
-                f"'into' must not share memory with the cache, which it would write to: {shown(into)}"
+                f"'into' must not share memory with the cache, which it would write to: {shown(into)}. "
+                "Allocate other memory."
             )
         return gathered(keys, values, self.pages[request], N, into)
 
@@ -164,16 +179,23 @@ class PageTable:
             if x.ndim != 4 or x.shape[:3] != keys.shape[:3] or x.shape[2] != self.page_size:
                 raise ValueError(
                     f"'{name}' must have the shape [pages, Hkv, {self.page_size}, D], with pages and heads as "
-                    f"the keys have them: {shown(x)}"
+                    f"the keys have them: {shown(x)}. "
+                    "Transpose a cache that has tokens before heads."
                 )
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"'{name}' must not require grad, as no gradients are computed: {shown(x)}")
             if x.device != device:
-                raise ValueError(f"'{name}' must be on the device of the table ({device}): {x.device}")
+                raise ValueError(
+                    f"'{name}' must be on the device of the table ({device}): {x.device}. "
+                    "Move the table to that of the cache."
+                )
         if keys.device.type == "cpu":
             last = max([int(pages.max()) for pages in self.pages if len(pages)], default=0)
             if last >= len(keys):
-                raise ValueError(f"'block_table' must name pages of the cache, 0 to {len(keys) - 1}: {last}")
+                raise ValueError(
+                    f"'block_table' must name pages of the cache, 0 to {len(keys) - 1}: {last}"
+                    ". Give the cache that the table was made for."
+                )
 
 
 def gathered(keys: Tensor, values: Tensor, pages: Tensor, tokens: int, into: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,9 @@ class Span(NamedTuple):
 
 def _spans(spans: Iterable[Iterable[int]]) -> tuple[Span, ...]:
     if not isinstance(spans, Sequence) or isinstance(spans, str | bytes):
-        raise TypeError(f"'spans' must be a sequence of spans: {shown(spans)}")
+        raise TypeError(
+            f"'spans' must be a sequence of spans: {shown(spans)}. Sequences.packed(lengths) makes them."
+        )
     for span in spans:
         if not isinstance(span, Sequence) or len(span) != 5 or not all(map(is_whole, span)):
             raise TypeError(
@@ -64,13 +66,12 @@ class Sequences(OpaqueBase):
     Sequences may share keys, but not queries. A compiled graph takes any `Sequences` without being compiled again.
 
     Args:
-        spans: (entry of the batch, first query, queries, first key, keys) of every sequence. Where attention is
-            causal, the queries of a sequence are its last tokens.
-        batch: the entries of the batch in q, k and v.
-        queries: the tokens of q.
-        keys: the tokens of k and v.
-        remaining: for each sequence the tokens of its prompt after its last query, as in a call of a pipeline.
-            None if each sequence ends its prompt.
+        spans: (entry of the batch, first query, queries, first key, keys) of every sequence. In causal calls its
+            queries are its last tokens.
+        batch: entries of the batch.
+        queries: tokens of q.
+        keys: tokens of k and v.
+        remaining: later tokens of each prompt. None if each sequence ends its prompt.
 
     Raises:
         TypeError: one of the numbers is not a whole number.
@@ -88,7 +89,8 @@ class Sequences(OpaqueBase):
         if self.remaining is not None:
             if len(self.remaining) != len(self.spans):
                 raise ValueError(
-                    f"'remaining' must have an entry per sequence ({len(self.spans)}): {len(self.remaining)}"
+                    f"'remaining' must have an entry per sequence ({len(self.spans)}): {len(self.remaining)}. "
+                    "Give 0 where a prompt ends."
                 )
             if min(self.remaining, default=0) < 0:
                 raise ValueError(f"'remaining' must not be below 0: {shown(self.remaining)}")
@@ -97,10 +99,14 @@ class Sequences(OpaqueBase):
             if min(span) < 0 or entry >= self.batch:
                 raise ValueError(f"'spans' must lie in one of {self.batch} entries of the batch: {span}")
             if first_query + queries > self.queries or first_key + keys > self.keys:
-                raise ValueError(f"'spans' must lie in {self.queries} queries and {self.keys} keys: {span}")
+                raise ValueError(
+                    f"'spans' must lie in {self.queries} queries and {self.keys} keys: {span}. Give larger sizes."
+                )
         for one, other in pairwise(sorted(span for span in self.spans if span.queries)):
             if one.entry == other.entry and one.first_query + one.queries > other.first_query:
-                raise ValueError(f"'spans' must not share queries: {one} and {other}")
+                raise ValueError(
+                    f"'spans' must not share queries: {one} and {other}. Give each query to one sequence."
+                )
 
     @classmethod
     def packed(
@@ -128,7 +134,10 @@ class Sequences(OpaqueBase):
             if min(numbers, default=0) < 0:
                 raise ValueError(f"'{name}' must not be below 0: {shown(numbers)}")
         if len(queries) != len(keys):
-            raise ValueError(f"'key_lengths' must have an entry per sequence ({len(queries)}): {len(keys)}")
+            raise ValueError(
+                f"'key_lengths' must have an entry per sequence ({len(queries)}): {len(keys)}. "
+                "Leave it out where no prompt has a cache."
+            )
         spans, first_query, first_key = [], 0, 0
         for M, N in zip(queries, keys, strict=True):
             spans.append(Span(0, first_query, M, first_key, N))
@@ -181,12 +190,17 @@ class Sequences(OpaqueBase):
                 f"'attention_mask' must be a tensor of whole numbers or bools: {shown(attention_mask)}"
             )
         if attention_mask.ndim != 2 or 0 in attention_mask.shape:
-            raise ValueError(f"'attention_mask' must have the shape [B, N]: {shown(attention_mask)}")
+            raise ValueError(
+                f"'attention_mask' must have the shape [B, N]: {shown(attention_mask)}. "
+                "Give the mask of tokens, not of pairs."
+            )
         B, N = attention_mask.shape
         M = N if queries is None else whole(queries)
         count.check(queries=M)
         if M > N:
-            raise ValueError(f"'queries' must be at most the tokens of the mask ({N}): {M}")
+            raise ValueError(
+                f"'queries' must be at most the tokens of the mask ({N}): {M}. Give the mask of all keys."
+            )
         real = (attention_mask != 0).to(torch.uint8)
         first, last = real.argmax(1), N - 1 - real.flip(1).argmax(1)
         spans = []
@@ -204,7 +218,7 @@ class Sequences(OpaqueBase):
     def parts(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
     ) -> list[tuple[Tensor, Tensor, Tensor, AttentionSpec] | None]:
-        """q, k, v and spec of every sequence, views of those of the call; None for one without queries or keys.
+        """Views of q, k, v, and the spec, of every sequence. None for one without queries or keys.
 
         Raises:
             ValueError: q and k have other sizes, or attention is causal and a sequence has more queries than keys.
@@ -229,20 +243,18 @@ class Sequences(OpaqueBase):
         Raises:
             ValueError: they do not, or attention is causal and a sequence has more queries than keys.
         """
-        sizes, given = (self.batch, self.queries, self.keys), (batch, queries, keys)
-        if sizes != given:
+        if (self.batch, self.queries, self.keys) != (batch, queries, keys):
             raise ValueError(
-                "the sequences lie in {} entries of a batch with {} queries and {} keys, but q and k ".format(
-                    *sizes
-                )
-                + "have {} entries with {} queries and {} keys. ".format(*given)
-                + "The lengths of packed sequences must sum to the tokens of q and k"
+                f"the sequences lie in {self.batch} entries of a batch with {self.queries} queries and "
+                f"{self.keys} keys, but q and k have {batch}, {queries} and {keys}. The lengths of packed "
+                "sequences must sum to the tokens of q and k."
             )
         for i, span in enumerate(self.spans):
             if causal and span.queries > span.keys:
                 raise ValueError(
-                    "causal attention needs at least as many keys as queries in every sequence, the queries being "
-                    f"the last ones: sequence {i} has {span.queries} queries and {span.keys} keys"
+                    f"causal attention needs at least as many keys as queries: sequence {i} has "
+                    f"{span.queries} queries and {span.keys} keys. "
+                    "Pass the cached keys too."
                 )
 
 
@@ -255,5 +267,5 @@ def _steps(name: str, values: Sequence[int] | Tensor) -> list[int]:
     sums = numbers_on_host(name, values)
     steps = [after - before for before, after in pairwise(sums)]
     if sums[:1] != [0] or min(steps, default=0) < 0:
-        raise ValueError(f"'{name}' must begin with 0 and never fall: {shown(sums)}")
+        raise ValueError(f"'{name}' must begin with 0 and never fall: {shown(sums)}. Give cumulative lengths.")
     return steps

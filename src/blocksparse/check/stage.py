@@ -112,7 +112,10 @@ def check_gave(promised: tuple[Declared, ...], value: object) -> None:
     """Refuse a value if it is not of the types that the stage which gave it has promised."""
     for stage, promise in promised:
         if not isinstance(value, promise):
-            raise TypeError(f"{stage.__name__} must give {a_name(promise)}, and gave {a_name(type(value))}")
+            raise TypeError(
+                f"{stage.__name__} must give {a_name(promise)}, and gave {a_name(type(value))}. "
+                "Correct its declaration or its result."
+            )
 
 
 def _each(value: type | UnionType) -> tuple[type, ...]:
@@ -138,13 +141,13 @@ class Stage:
 
     Attributes:
         replayable: whether calls on a GPU may be replayed without the Python of this stage, as `Pipeline` says. It
-            is for stages of users. True promises that the class is a frozen one of attrs, that its Python looks at
-            no contents of tensors, and that it launches only PyTorch's functions, none compiled by torch.compile,
-            and kernels of this library. It makes all of its tensors from those that it gets, by these functions:
-            a stage that takes one from elsewhere, `torch.tensor` included, or draws random numbers, runs in each
+            is for stages of users. True promises three things. The class is a frozen one of attrs. Its Python
+            looks at no contents of tensors. It launches only PyTorch's functions, none compiled by torch.compile,
+            and kernels of this library. It makes all its tensors from those that it gets, by these functions. A
+            stage that takes one from elsewhere, `torch.tensor` included, or draws random numbers, runs in each
             call.
-        by_row: whether a call may be cut anywhere, since each row of blocks chooses by itself. Or why it may not,
-            in words that follow the name of the class.
+        by_row: whether a call may be cut anywhere: each row chooses by itself. Or why it may not, in words that
+            follow the name of the class.
     """
 
     replayable: ClassVar[bool] = False
@@ -164,7 +167,9 @@ class Stage:
             return 1
         if self.by_row:
             raise ValueError(f"'{name}' {self.by_row}")
-        raise ValueError(f"{name} does not say where queries may be cut, as a method 'alignment' of {name} would")
+        raise ValueError(
+            f"{name} does not say where queries may be cut, as a method 'alignment' of {name} would. Define it."
+        )
 
 
 def of_parts(causal: bool, *stages: Stage) -> int:
@@ -177,6 +182,7 @@ def by_position(stage: object, causal: bool) -> int:
     if not causal:
         raise ValueError(
             f"'{type(stage).__name__}' needs the positions of queries, and a part of a call that is not causal "
-            "does not know them"
+            "does not know them. "
+            "Call with causal=True."
         )
     return 1

@@ -125,11 +125,14 @@ def numbers_on_host(name: str, values: Sequence[int] | Tensor) -> list[int]:
     """Whole numbers as a list; the host waits if they are on a GPU."""
     if isinstance(values, Tensor):
         if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise TypeError(f"'{name}' must be whole numbers along one axis: {shown(values)}")
+            raise TypeError(f"'{name}' must be whole numbers along one axis: {shown(values)}. Flatten it.")
         found: list[int] = values.tolist()
         return found
     if not isinstance(values, Sequence) or not all(map(is_whole, values)):
-        raise TypeError(f"'{name}' must be a sequence of whole numbers, or a tensor of them: {shown(values)}")
+        raise TypeError(
+            f"'{name}' must be a sequence of whole numbers, or a tensor of them: {shown(values)}. "
+            "Give [4, 8], say."
+        )
     return [whole(value) for value in values]
 
 

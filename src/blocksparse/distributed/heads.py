@@ -53,9 +53,9 @@ def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) ->
     group = Hq // Hkv
     if Hq % ranks or (Hkv % ranks and ranks % Hkv):
         raise ValueError(
-            f"{Hq} query heads and {Hkv} KV heads cannot be spread evenly over {ranks} ranks: the ranks must "
-            "divide the KV heads, or be a multiple of them that divides the query heads. Use AllGatherKV, which "
-            "takes any heads, with a pipeline that chooses in each row of blocks by itself, as auto() does."
+            f"{Hq} query heads and {Hkv} KV heads cannot be spread evenly over {ranks} ranks. Let the ranks "
+            "divide the KV heads, or be a multiple of them that divides the query heads. Or use AllGatherKV, for "
+            "any heads. Its pipeline must choose row by row, as auto() does."
         )
     by_key = [loads[h * group : (h + 1) * group] for h in range(Hkv)]
     if ranks > Hkv:  # some ranks for each KV head, which share its query heads
@@ -112,7 +112,10 @@ def of_heads(stage: T, heads: Heads, of: int) -> T:
 
 def _values_of(values: HeadValues, heads: Heads, of: int) -> HeadValues:
     if len(values.values) != of:
-        raise ValueError(f"a per-head value needs one entry per query head ({of}): {len(values.values)}")
+        raise ValueError(
+            f"a per-head value needs one entry per query head ({of}): {len(values.values)}. "
+            "Give those of the whole model."
+        )
     return HeadValues(values.values[list(heads)])
 
 
@@ -132,12 +135,12 @@ def refuse_apart(pipeline: AnyPipeline, *, split: bool) -> None:
         if split and isinstance(stage, SharedByGroup):
             raise ValueError(
                 f"'{name}' joins the query heads of a KV head, which are on several ranks here. Leave it out, or "
-                "use at most as many ranks as KV heads."
+                "use no more ranks than KV heads."
             )
         if split and getattr(stage, "per_query_head", True) is False:
             raise ValueError(
                 f"'{name}' has one order for the query heads of a KV head, which are on several ranks here. Give "
-                "it per_query_head=True, or use at most as many ranks as KV heads."
+                "it per_query_head=True, or use no more ranks than KV heads."
             )
 
 

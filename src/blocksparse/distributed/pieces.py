@@ -52,8 +52,9 @@ def head_tail(lengths: Sequence[int], before: int, cut: int) -> list[list[Piece]
     last = first + lead - length
     if any(other != 2 * length for other in others) or not 0 < last <= length:
         raise ValueError(
-            "head-tail shards must be pieces of one length, of which only the first and the last may be shorter, "
-            f"as shard() cuts them: the ranks have {', '.join(map(str, lengths))} tokens"
+            "head-tail shards must be pieces of one length, but for the outer two: the ranks "
+            f"have {', '.join(map(str, lengths))} tokens. "
+            "Cut them with shard()."
         )
     bounds = [before, *(before - lead + length * i for i in range(1, 2 * n)), before + sum(lengths)]
     each = [Piece(*bound) for bound in pairwise(bounds)]
@@ -73,7 +74,8 @@ def cut(tokens: int, ranks: int, before: int, at: int, *, both_ends: bool) -> li
     if any(piece.length < 1 for piece in each):
         raise ValueError(
             f"{tokens} tokens are too few for {count} pieces over {ranks} ranks: pieces begin at multiples of "
-            f"{at} tokens, by which this pipeline chooses blocks"
+            f"{at} tokens, by which this pipeline chooses blocks. "
+            "Use fewer ranks."
         )
     return [[each[rank], each[-1 - rank]] if count > ranks else [each[rank]] for rank in range(ranks)]
 
@@ -155,7 +157,7 @@ class PieceMask(NamedTuple):
         return cls(piece, keep, k_index, q_index, grid.q_block, grid.k_block)
 
     def within(self, region: Region, q: Tensor, k: Tensor) -> BlockMask:
-        """The kept blocks in a region of `q` `[B, Hq, m, D]` and `k` `[B, Hkv, n, D]`."""
+        """Kept blocks of `q` `[B, Hq, m, D]` and `k` `[B, Hkv, n, D]`."""
         first = region.queries.start - self.piece.start
         rows = slice(first // self.q_block, -(-(first + region.queries.length) // self.q_block))
         cols = slice(region.keys.start // self.k_block, -(-region.keys.end // self.k_block))

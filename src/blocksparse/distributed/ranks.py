@@ -67,7 +67,10 @@ class Ranks:
     def __attrs_post_init__(self) -> None:
         mesh, dim = self.mesh, self.dim
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"'mesh' must be a DeviceMesh, as init_device_mesh makes one: {type(mesh).__name__}")
+            raise TypeError(
+                f"'mesh' must be a DeviceMesh, as init_device_mesh makes one: {type(mesh).__name__}. "
+                "Call init_device_mesh()."
+            )
         if not isinstance(dim, str):
             raise TypeError(f"'dim' must be the name of a dimension of the mesh: {shown(dim)}")
         names = mesh.mesh_dim_names or ()
@@ -80,7 +83,9 @@ class Ranks:
                 "with init_device_mesh, after which other ranks can be reached."
             )
         if mesh.get_coordinate() is None:
-            raise ValueError(f"this process, rank {dist.get_rank()}, is not in the mesh")
+            raise ValueError(
+                f"this process, rank {dist.get_rank()}, is not in the mesh. Call schemes on its ranks alone."
+            )
         object.__setattr__(self, "group", mesh.get_group(dim))
         object.__setattr__(self, "size", dist.get_world_size(self.group))
         object.__setattr__(self, "rank", dist.get_rank(self.group))
@@ -177,15 +182,15 @@ class Ranks:
 
     @contextmanager
     def answering(self, what: str) -> Iterator[None]:
-        """A context in which an error of a collective says which rank waited for what."""
+        """A context in which errors of collectives name rank and task."""
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank} of mesh dimension {self.dim!r} got no answer while {what}: another rank has "
-                "raised, died or made another call, and its own error says why"
+                f"rank {self.rank} of mesh dimension {self.dim!r} got no answer while {what}. Another rank has "
+                "raised, died or made another call. Its own error says why."
             ) from error
 
 
@@ -257,18 +262,18 @@ def lengths(
     for rank, (agreed, *_) in enumerate(them):
         if not agreed:
             raise RuntimeError(
-                f"rank {rank} of mesh dimension {ranks.dim!r} refused its inputs, and its own error says why"
+                f"rank {rank} of mesh dimension {ranks.dim!r} refused its inputs. Its own error says why."
             )
     for rank, (_, _, _, *its) in enumerate(them):
         if differ := [name for name, x, y in zip(_SAME, them[0][3:], its, strict=True) if x != y]:
             raise ValueError(
-                f"the ranks of mesh dimension {ranks.dim!r} must make one call with the same {', '.join(differ)}: "
-                f"rank {rank} differs from rank 0 there"
+                f"the ranks of mesh dimension {ranks.dim!r} must make one call with the same {', '.join(differ)}. "
+                f"Rank {rank} differs from rank 0."
             )
     queries, keys = [row[1] for row in them], [row[2] for row in them]
     if call.spec.causal and sum(queries) > sum(keys) and call.sequences is None:
         raise ValueError(
-            f"causal attention needs at least as many keys as queries, the queries being the last ones: "
+            f"causal attention needs at least as many keys as queries: "
             f"Nq={sum(queries)}, Nk={sum(keys)} over all ranks. Pass the cached keys too."
         )
     return queries, keys

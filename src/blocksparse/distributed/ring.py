@@ -48,8 +48,8 @@ class Ring(SequenceScheme):
 
     Args:
         attention: a pipeline.
-        mesh: a DeviceMesh.
-        dim: the name of the dimension of the mesh over which sequences are spread.
+        mesh: a `DeviceMesh`.
+        dim: its dimension for sequences.
         head_tail: as for `AllGatherKV`.
     """
 
@@ -88,7 +88,8 @@ class Ring(SequenceScheme):
         if before % at:
             raise ValueError(
                 f"the queries of a ring must begin at a multiple of {at} tokens, by which this pipeline chooses "
-                f"blocks, and begin after {before} keys"
+                f"blocks, and begin after {before} keys. "
+                "Cut them with shard()."
             )
         q_pieces, k_pieces = self._pieces(queries, before, at), self._pieces(keys, 0, at)
         refuse_cuts(q_pieces, at, "queries")
@@ -228,10 +229,10 @@ class AllGatherKV(SequenceScheme):
 
     Args:
         attention: a pipeline.
-        mesh: a DeviceMesh.
-        dim: the name of the dimension of the mesh over which sequences are spread.
-        head_tail: of `2 n` pieces of a sequence, rank `r` of `n` has pieces `r` and `2 n - 1 - r`. This balances
-            causal calls, in which late queries have more work. By default rank `r` has the piece `r` of `n`.
+        mesh: a `DeviceMesh`.
+        dim: its dimension for sequences.
+        head_tail: rank `r` has pieces `r` and `2 n - 1 - r` of `2 n`. This balances causal calls, in which late
+            queries have more work. By default rank `r` has the piece `r` of `n`.
     """
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:

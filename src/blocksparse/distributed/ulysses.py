@@ -39,11 +39,11 @@ class Ulysses(Scheme):
         Ulysses(pbs_attn(0.9), init_device_mesh("cuda", (8,), mesh_dim_names=("heads",)), "heads")
 
     Args:
-        attention: a pipeline; or another scheme along another dimension, whose shards are then split.
+        attention: a pipeline, or a scheme along another dimension. Its shards are then split.
         mesh: a DeviceMesh.
-        dim: the name of the dimension of the mesh over which heads are spread.
-        density: the density of each query head, as `measured` gives it. With it, ranks have equally many heads and
-            about the same work. Equal densities if None. All ranks must give the same.
+        dim: name of the dimension that spreads heads.
+        density: that of each query head, by `measured`. With it, ranks have equally many heads and about the same
+            work. Equal densities if None. All ranks must give the same.
         parts: in how many parts a rank attends to its KV heads, one after another. At most as many as it has KV
             heads. The heads of the next part travel meanwhile, and so do outputs.
     """
@@ -58,7 +58,10 @@ class Ulysses(Scheme):
         a(Pipeline, Scheme).check(attention=self.attention)
         inner = self.attention
         if isinstance(inner, Scheme) and (inner.mesh, inner.dim) == (self.mesh, self.dim):
-            raise ValueError(f"'attention' must go along another dimension of the mesh than {self.dim!r}")
+            raise ValueError(
+                f"'attention' must go along another dimension of the mesh than {self.dim!r}. "
+                "Give the mesh a second one."
+            )
 
     def __call__(
         self,
@@ -84,7 +87,8 @@ class Ulysses(Scheme):
             return super().__call__(q, k, v, **options)
         if isinstance(self.attention, Scheme):
             raise ValueError(
-                "'sequences' are for a Ulysses around a pipeline, which has whole prompts of some heads"
+                "'sequences' are for a Ulysses around a pipeline, which has whole prompts of some heads. "
+                "Leave them out, or drop the inner scheme."
             )
         if torch.compiler.is_compiling():
             raise ValueError(

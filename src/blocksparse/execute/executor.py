@@ -148,8 +148,9 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
         (*heads_and_tokens, D), its = k.shape, v.shape
         if [*its[:3]] != heads_and_tokens or q.shape[3] != D or not q.device == k.device == v.device:
             raise ValueError(
-                f"'v' must have the heads, tokens and device of 'k', and 'q' its head dim: q {tuple(q.shape)} on "
-                f"{q.device}, k {tuple(k.shape)} on {k.device}, v {tuple(v.shape)} on {v.device}"
+                f"'v' must have the heads, tokens and device of 'k', 'q' its head dim: q {tuple(q.shape)} on "
+                f"{q.device}, k {tuple(k.shape)} on {k.device}, v {tuple(v.shape)} on {v.device}. "
+                "Their layout is [B, H, N, D]."
             )
         if out is not None:
             check_out(out, q, k, v)
@@ -178,7 +179,7 @@ def refuse_several_orders(mask: BlockMask, kernel: str) -> None:
     """Reject a mask whose rows have different key orders, for a kernel that supports one key order."""
     if not isinstance(mask.grid.permutation, GlobalPermutation):
         raise ValueError(
-            f"{kernel} takes keys in one order, and rows of this mask have different key orders, as from "
+            f"{kernel} takes keys in one order, and rows of this mask have several, as from "
             "GlobalIndexMap. Run it with an executor of this package."
         )
 

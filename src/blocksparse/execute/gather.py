@@ -47,9 +47,9 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
     Args:
         tau: bound of the gain, a number or one per query head. With 0 no row stops early. The paper prints no
             value.
-        reduction: "all" stops a row when all its queries are satisfied. "mean" stops it when the mean of their
+        reduction: `"all"` stops a row when all its queries are satisfied. `"mean"` stops it when the mean of their
             gains, each divided by its denominator, is below `tau`. The paper does not say.
-        patience: after how many such blocks in succession a row stops. 1 as in the paper.
+        patience: after so many such blocks in succession a row stops. `1` as in the paper.
         commit: include the block after which a row stops in the output. The printed algorithm drops it.
     """
 

@@ -132,10 +132,10 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         smooth_k: subtract the mean key from all keys first. Softmax ignores this, and `lse` is corrected. When
             causal, the mean is that of the first tokens, at most 128. Queries that do not see all of these read
             keys that are not smoothed.
-        scales: "token" as above. "block" has one scale for the queries, and one for the keys, of each block of the
-            mask, as in SageAttention and SpargeAttn. It always runs the portable kernel. Later tokens of the same
-            block then change the rounding of a row, but not its keys.
-        pv_skip: lambda of SpargeAttn 3.4, negative, a difference of logits, as in `TritonExecutor`.
+        scales: `"token"` as above. `"block"` has one scale for the queries, and one for the keys, of each block of
+            the mask, as in SageAttention and SpargeAttn. It always runs the portable kernel. Later tokens of the
+            same block then change the rounding of a row, but not its keys.
+        pv_skip: lambda of SpargeAttn 3.4. A negative difference of logits, as in `TritonExecutor`.
         tiles: which kernel runs and how it is launched, `HopperTiles` or `TritonTiles`. By default the fastest.
 
     Raises:

@@ -76,9 +76,9 @@ def first_launched(
 
     Args:
         kernels: from the fastest on.
-        of: what else decides whether a kernel can be launched: device, dtypes, head dims.
+        of: device, dtypes, head dims, and what else decides.
         run: runs a kernel.
-        refuse: raises an error with the reasons, if none can be launched.
+        refuse: raises an error with the reasons, if none runs.
 
     Raises:
         LaunchError: none can be launched, and nothing was refused.

@@ -21,7 +21,7 @@ from blocksparse.spec import AttentionSpec
 def not_importable(module: str, title: str, extra: str) -> list[str]:
     """The reason why `module`, of what is called `title`, cannot be imported; empty if it can.
 
-    It is imported for that, since a package that is found may still lack what it needs itself.
+    It is imported for that: a found package may lack what it needs itself.
     """
     install = f"pip install -e '.[{extra}]' in a checkout"
     try:
@@ -242,7 +242,7 @@ def _positions(mask: BlockMask) -> dict[str, Any]:
 
 
 def _wrong_sizes(head_dim: int, value_dim: int, mask: BlockMask, *, hopper: bool) -> list[str]:
-    """The reasons why the kernel has no tiles for these head dims and blocks; empty if it has."""
+    """Reasons why the kernel has no tiles for these head dims and blocks."""
     reasons = []
     largest, q_block, k_block = max(head_dim, value_dim), mask.grid.q_block, mask.grid.k_block
     limit = 256 if hopper else 128

@@ -33,8 +33,8 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
 
     Args:
         block_mask: over the tokens of q and k in their order.
-        q: the queries of the call `[B, Hq, M, D]`.
-        k: the keys of the call `[B, Hkv, N, D]`.
+        q: queries of the call. `[B, Hq, M, D]`.
+        k: keys of the call. `[B, Hkv, N, D]`.
         causal: whether query `i` sees no key after position `N - M + i`.
 
     Raises:
@@ -47,13 +47,15 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
     its_batch, its_heads = block_mask.kv_num_blocks.shape[:2]
     if block_mask.seq_lengths != (M, N) or its_batch not in (1, B) or its_heads not in (1, Hq):
         its = its_batch, its_heads, *block_mask.seq_lengths
-        raise ValueError(f"'block_mask' was made for (B, Hq, M, N) = {its}, and q and k have {(B, Hq, M, N)}")
+        raise ValueError(
+            f"'block_mask' was made for (B, Hq, M, N) = {its}, and q and k have {(B, Hq, M, N)}. Make it again."
+        )
     spec = AttentionSpec(scale=1.0, causal=causal)  # a grid asks for no scale
     grid = Grid.of(q, k, GlobalPermutation(), spec, q_block=q_block, k_block=k_block)
     if grid.q_lead:
         raise ValueError(
-            f"{M} queries at the end of {N} tokens must start at a block of {q_block} tokens, because causal rows "
-            f"are counted from token 0: they start at {N - M}"
+            f"{M} queries at the end of {N} tokens must start at a block of {q_block} tokens: they start at "
+            f"{N - M}. Causal rows are counted from token 0."
         )
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, grid.cols)
     full = torch.zeros_like(partial)
@@ -143,7 +145,9 @@ def to_flashinfer(mask: BlockMask, *, entry: int = 0) -> FlashInferBlocks:
             "Use SharedByGroup, or mask.share_heads()."
         )
     if entry >= grid.batch:
-        raise ValueError(f"'entry' must be less than the batch of {grid.batch}: {shown(entry)}")
+        raise ValueError(
+            f"'entry' must be less than the batch of {grid.batch}: {shown(entry)}. Entries count from 0."
+        )
     hides = grid.causal and grid.k_last > grid.q_first
     if grid.window is not None:
         hides = hides | (grid.k_first <= grid.q_last - grid.window)

@@ -42,8 +42,8 @@ class TokenLayout:
     Args:
         grids: frames, rows and columns `(T, H, W)` in tokens, one per picture or video. Each is flattened frame by
             frame and row by row, and they stand in this order.
-        text: tokens of text in the same sequence as the pictures, padding included. 0 where text has a separate
-            cross attention. Attention over the pictures alone may occur in the same model.
+        text: tokens of text, padding included. 0 where text has a separate cross attention. Attention over the
+            pictures alone may occur in the same model.
         before: how many tokens of text stand before the first picture; or a tuple, how many directly before each.
             The rest stand behind the last one.
         real: how many tokens of text are real, for each entry of the batch. Of the tokens of text, real ones come
@@ -62,18 +62,24 @@ class TokenLayout:
     def _check_before(self, _: object, before: object) -> None:
         each = before if isinstance(before, tuple) else (before,)
         if not all(map(is_whole, each)):
-            raise TypeError(f"'before' must be a whole number, or a tuple of one per picture: {shown(before)}")
+            raise TypeError(
+                f"'before' must be a whole number, or a tuple of one per picture: {shown(before)}. "
+                "Write (0, 77), say."
+            )
         fits = not isinstance(before, tuple) or len(before) == len(self.grids)
         if not fits or any(n < 0 for n in each) or sum(each) > self.text:
             raise ValueError(
                 f"'before' must count at most 'text' ({self.text}) tokens, once or for each of {len(self.grids)} "
-                f"pictures: {shown(before)}"
+                f"pictures: {shown(before)}. "
+                "Count text that stands before it."
             )
 
     @real.validator
     def _check_real(self, _: object, real: tuple[int, ...] | None) -> None:
         if real is not None and not all(0 <= n <= self.text for n in real):
-            raise ValueError(f"'real' must name at most 'text' ({self.text}) tokens per entry: {shown(real)}")
+            raise ValueError(
+                f"'real' must name at most 'text' ({self.text}) tokens per entry: {shown(real)}. Count no padding."
+            )
 
     @property
     def cells(self) -> int:
@@ -227,7 +233,9 @@ def _selecting_on(selector: Selector[Any, Any], grids: tuple[Sizes, ...]) -> Sel
         return evolve(stage, **changed) if changed else selector
     if len(grids) > 1:
         name = type(selector).__name__
-        raise ValueError(f"{name} is a rule on one video, and the tokens of this call are {len(grids)} pictures")
+        raise ValueError(
+            f"{name} is a rule on one video, and the tokens of this call are {len(grids)} pictures. Leave it out."
+        )
     if selector.prefix or selector.grid not in (None, *grids):
         raise ValueError(
             f"{selector!r} was made for other tokens than those of this call, {grids[0]}. Leave 'grid' and "

@@ -73,7 +73,10 @@ AnyPipeline = Pipeline[Any, Any, Any]
 
 def _groups(groups: Mapping[Heads, AnyPipeline | None]) -> Mapping[Heads, AnyPipeline | None]:
     if not isinstance(groups, Mapping):
-        raise TypeError(f"'groups' must be a mapping of KV heads to pipelines: {type(groups).__name__}")
+        raise TypeError(
+            f"'groups' must be a mapping of KV heads to pipelines: {type(groups).__name__}. "
+            f"Write {{(0, 1): pipeline, (2, 3): None}}."
+        )
     return {
         tuple(map(whole, heads)) if isinstance(heads, tuple) else heads: pipeline
         for heads, pipeline in groups.items()
@@ -104,27 +107,33 @@ class HeadGroups:
     @groups.validator
     def _check_groups(self, _: object, groups: Mapping[Any, Any]) -> None:
         if not groups:
-            raise ValueError("'groups' must have at least one group: {}")
+            raise ValueError("'groups' must have at least one group: {}. Give (0, 1): pipeline, say.")
         for heads, pipeline in groups.items():
             if not isinstance(heads, tuple) or not all(map(is_whole, heads)):
                 raise TypeError(
-                    f"'groups' must name heads in tuples of whole numbers, (2,) for one head: {shown(heads)}"
+                    f"'groups' must name heads in tuples of whole numbers, (2,) for one head: {shown(heads)}. "
+                    "The value is its pipeline."
                 )
             if not heads or min(heads) < 0:
-                raise ValueError(f"'groups' must name KV heads from 0 on: {shown(heads)}")
+                raise ValueError(f"'groups' must name KV heads from 0 on: {shown(heads)}. Count from 0.")
             if pipeline is not None and not isinstance(pipeline, Pipeline):
                 raise TypeError(
                     f"'groups' must have a Pipeline or None (dense) for {shown(heads)}: {type(pipeline).__name__}"
                 )
         if twice := named_twice(head for heads in groups for head in heads):
-            raise ValueError(f"'groups' must name each KV head once, but names these more than once: {twice}")
+            raise ValueError(
+                f"'groups' must name each KV head once, but names these more than once: {twice}. Remove one."
+            )
 
     @classmethod
     def dense_where(cls, dense: Sequence[bool], pipeline: AnyPipeline) -> HeadGroups:
         """Dense attention in the KV heads where `dense` `[Hkv]` is true, and `pipeline` in the others."""
         a(Pipeline).check(pipeline=pipeline)
         if not isinstance(dense, Sequence) or not all(isinstance(is_dense, bool) for is_dense in dense):
-            raise TypeError(f"'dense' must be a sequence of True and False, one per KV head: {shown(dense)}")
+            raise TypeError(
+                f"'dense' must be a sequence of True and False, one per KV head: {shown(dense)}. "
+                "A tensor becomes one by .tolist()."
+            )
         split: dict[bool, list[int]] = {True: [], False: []}
         for head, is_dense in enumerate(dense):
             split[is_dense].append(head)
@@ -144,8 +153,8 @@ class HeadGroups:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`.
 
         Args:
-            sequences: where several prompts lie in q, k and v, as for a `Pipeline`.
-            out: what the output of one prompt is written to, as for a `Pipeline`.
+            sequences: as for a `Pipeline`.
+            out: as for a `Pipeline`.
             options: `causal`, `scale`, `window`, `softcap`, `sinks` and `remaining`, as for a `Pipeline`. Sinks
                 are those of all query heads, in the order of the model.
 

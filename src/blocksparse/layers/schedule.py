@@ -40,23 +40,25 @@ def schedule_of(pipeline: object) -> Schedule:
         return pipeline
     if not isinstance(pipeline, Pipeline | HeadGroups):
         hint = (
-            "presets are functions of blocksparse, to be called, as in attach(model, auto())"
+            "Presets are functions of blocksparse, to be called, as in attach(model, auto())."
             if isinstance(pipeline, str)
-            else "Schedule(None, layers={...}) attends sparsely in single layers"
+            else "Schedule(None, layers={...}) attends sparsely in single layers."
         )
-        raise TypeError(f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}; {hint}")
+        raise TypeError(f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}. {hint}")
     return Schedule(pipeline)
 
 
 def _layers(layers: Mapping[int, LayerPipeline | None]) -> Mapping[int, LayerPipeline | None]:
     if not isinstance(layers, Mapping):
-        raise TypeError(f"'layers' must be a mapping of layers to pipelines: {type(layers).__name__}")
+        raise TypeError(
+            f"'layers' must be a mapping of layers to pipelines: {type(layers).__name__}. Write {{0: pipeline}}."
+        )
     return {whole(layer): attention for layer, attention in layers.items()}
 
 
 def _indices(dense: Sequence[int]) -> Sequence[int]:
     if not isinstance(dense, Sequence) or not all(map(is_whole, dense)):
-        raise TypeError(f"'dense' must be a sequence of whole numbers: {shown(dense)}")
+        raise TypeError(f"'dense' must be a sequence of whole numbers: {shown(dense)}. Write [0, 1], say.")
     return tuple(map(whole, dense))
 
 
@@ -65,14 +67,18 @@ def _groups(groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         isinstance(group, Sequence) and all(map(is_whole, group)) for group in groups
     ):
         raise TypeError(
-            f"'same_choice' must be a sequence of groups of layers, as ((2, 3), (4, 5)): {shown(groups)}"
+            f"'same_choice' must be a sequence of groups of layers, as ((2, 3), (4, 5)): {shown(groups)}. "
+            "Write two brackets for one group."
         )
     return tuple(tuple(map(whole, group)) for group in groups)
 
 
 def _check_layer(where: str, attention: object) -> None:
     if attention is not None and not isinstance(attention, Pipeline | HeadGroups):
-        raise TypeError(f"{where} must be a Pipeline, HeadGroups or None (dense): {shown(attention)}")
+        raise TypeError(
+            f"{where} must be a Pipeline, HeadGroups or None (dense): {shown(attention)}. "
+            "Presets return Pipelines."
+        )
 
 
 @final
@@ -109,23 +115,27 @@ class Schedule:
     def _check_layers(self, _: object, layers: Mapping[Any, Any]) -> None:
         for layer, attention in layers.items():
             if not is_whole(layer):
-                raise TypeError(f"'layers' must have whole numbers as keys: {shown(layer)}")
+                raise TypeError(
+                    f"'layers' must have whole numbers as keys: {shown(layer)}. Convert them with int()."
+                )
             _check_layer(f"layer {shown(layer)} of 'layers'", attention)
 
     @dense.validator
     def _check_dense(self, _: object, dense: Sequence[int]) -> None:
         if twice := named_twice((*self.layers, *dense)):
             raise ValueError(
-                f"'layers' and 'dense' must name each layer once in all, but name these more than once: {twice}"
+                f"'layers' and 'dense' must name each layer once in all, but name these more than once: {twice}. "
+                "Remove one."
             )
 
     @same_choice.validator
     def _check_same_choice(self, _: object, groups: Sequence[Sequence[int]]) -> None:
         if alone := [group for group in groups if len(group) < 2]:
-            raise ValueError(f"a group of 'same_choice' must have at least 2 layers: {alone[0]}")
+            raise ValueError(f"a group of 'same_choice' must have at least 2 layers: {alone[0]}. Leave it out.")
         if twice := named_twice(layer for group in groups for layer in group):
             raise ValueError(
-                f"'same_choice' must name each layer once in all, but names these more than once: {twice}"
+                f"'same_choice' must name each layer once in all, but names these more than once: {twice}. "
+                "Remove one."
             )
 
     def resolve(self, layers: int) -> tuple[LayerPipeline | None, ...]:
@@ -142,7 +152,9 @@ class Schedule:
                 raise ValueError(f"there is no layer {layer}: the model has {layers}, 0 to {layers - 1}")
         if twice := named_twice(layer % layers for layer in named):
             raise ValueError(
-                f"these of the {layers} layers are named twice, once from the start and once from the end: {twice}"
+                f"these of the {layers} layers are named twice, once from the start and once from the end: "
+                f"{twice}. "
+                "Remove one."
             )
         by_layer = {layer % layers: attention for layer, attention in named.items()}
         return tuple(by_layer.get(layer, self.default) for layer in range(layers))
@@ -162,13 +174,15 @@ class Schedule:
             first, *others = members = [layer % layers for layer in group]
             if members != sorted(set(members)):
                 raise ValueError(
-                    f"a group of 'same_choice' must name layers in the order in which they run: {group}"
+                    f"a group of 'same_choice' must name layers in the order in which they run: {group}. "
+                    "Sort them."
                 )
             for layer in members:
                 if not isinstance(by_layer[layer], Pipeline) or by_layer[layer] != by_layer[first]:
                     raise ValueError(
                         f"the layers {group} of 'same_choice' must have one pipeline, and layer {layer} has "
-                        f"{shown(by_layer[layer])}"
+                        f"{shown(by_layer[layer])}. "
+                        "Give each the same."
                     )
                 if choosers[layer] != layer:
                     raise ValueError(

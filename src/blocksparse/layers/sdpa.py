@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
         query: `[B, Hq, M, D]`.
         key: `[B, Hkv, N, D]`.
         value: `[B, Hkv, N, Dv]`.
-        attn_mask: must be None, because the pipeline selects its own blocks.
+        attn_mask: must be None. The pipeline selects its own blocks.
         dropout_p: must be 0.
         is_causal: whether query `i` sees only the keys up to position `i`. There must be as many queries as keys.
         scale: factor of the logits. `1 / sqrt(D)` if None.
@@ -43,15 +43,14 @@ def scaled_dot_product_attention(
         pipeline: what attends: a `Pipeline` or `HeadGroups`.
 
     Raises:
-        TypeError, ValueError: an argument asks for what a pipeline does not do, or the pipeline cannot run these
-            inputs.
+        TypeError, ValueError: a pipeline does not do what an argument asks for, or cannot run these inputs.
     """
     _pipeline.check(pipeline=pipeline)
     _tensor.check(query=query, key=key, value=value)
     flag.check(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None:
         raise ValueError(
-            f"'attn_mask' must be None, because the pipeline selects blocks by itself: {shown(attn_mask)}. Say "
+            f"'attn_mask' must be None, since the pipeline selects blocks: {shown(attn_mask)}. Say "
             "is_causal=True for a causal mask. For other masks call pipeline(q, k, v, ...), with "
             "sequences=Sequences.padded(mask [B, N]) to leave padding out, sequences=Sequences.packed(lengths) to "
             "separate prompts, window=tokens for a sliding window. Others need PyTorch's function."

@@ -300,13 +300,13 @@ class Audit:
     Args:
         rows: random queries of each head in an audited call.
         every: one in `every` calls of each layer is audited.
-        min_mass: bound for the covered mass, below which it is crossed. None for no bound.
-        max_error: bound for the error, above which it is crossed. None for no bound.
-        on_crossed: called with a `Crossing` for each call that crosses a bound. It runs in the thread that detects
-            the crossing, which runs the model or reads the audit.
-        fall_back: after a crossing the layer attends densely, until `resume`.
+        min_mass: lower bound for the covered mass. None for no bound.
+        max_error: upper bound for the error. None for no bound.
+        on_crossed: called with a `Crossing` for each call that crosses a bound. It runs in the thread that runs
+            the model or reads the audit.
+        fall_back: after a crossing the layer is dense. `resume` ends this.
         confidence: confidence level of the intervals.
-        window: number of latest audited calls of a layer that the estimates cover.
+        window: number of latest audited calls in the estimates.
         seed: seed of the random numbers.
 
     Raises:

@@ -45,10 +45,9 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
         S: tokens per segment.
         last_q: how many of the last queries the importance is measured with. PBS-Attn takes one block.
         per_query_head: make one order per query head, as the paper does. By default the query heads of a KV head
-            share one order, by their mean importance. Then one copy of the keys and values is moved per KV head,
-            instead of one per query head.
-        causal_last_q: let these queries give weight only to keys that they may see. `False` does as the released
-            code, in which it sees later keys too and the tail takes no part in the softmax.
+            share one order, by their mean importance. This moves one copy of the keys and values per KV head.
+        causal_last_q: they give weight only to keys that they may see. `False` does as the released code, in which
+            it sees later keys too and the tail takes no part in the softmax.
     """
 
     S: int = field(default=256, converter=whole, validator=size)
@@ -199,10 +198,10 @@ class KMeansOrder(Permuter[GlobalPermutation]):
     Args:
         q_clusters: clusters of queries per query head.
         k_clusters: clusters of keys per KV head.
-        iterations: how often centres are moved.
-        seed: of the tokens at which clusters begin, in [0, 2^32).
-        prefix: how many tokens at the start stay in place, such as text.
-        suffix: how many tokens at the end do.
+        iterations: how often centres move.
+        seed: of the first centres. From 0 to 2^32 - 1.
+        prefix: tokens at the start that stay in place. Text, for example.
+        suffix: the same at the end.
     """
 
     q_clusters: int = field(default=300, converter=whole, validator=size)
@@ -295,8 +294,7 @@ class GlobalIndexMap(Permuter[Permutation]):
             blocks, and keys of one step have much the same weight. Queries are then sorted by the upper bits of
             their products, in int32.
         per_query_head: make one order per query head, as the paper does, which has no grouped heads. `False` makes
-            one order per KV head, from the mean query of its query heads, in maps that are smaller by the number
-            of these heads.
+            one order per KV head, from the mean query of its query heads. Maps are smaller then.
         order_queries: sort the queries inside their segment. `False` leaves them in place.
         guide: how many of the first keys are averaged to order the queries. `S` if None, as in the paper.
         near: how many keys right before the segment stand together instead of among the sorted ones. Then

@@ -68,9 +68,9 @@ class GridOrder(OnGrid, Permuter[GlobalPermutation]):
 
     Args:
         grid: frames, rows and columns `(T, H, W)` in tokens, after patching. An image is `(1, H, W)`. None leaves
-            it to a host that knows it (`hosts.diffusers`), and the order cannot be called by itself.
-        prefix: how many tokens before the cells stay in place.
-        suffix: how many tokens after the cells stay in place. None means any number.
+            it to a host (`hosts.diffusers`). Without a host such an order cannot run.
+        prefix: tokens before the cells. They stay in place.
+        suffix: the same after the cells. None means any number.
     """
 
     suffix: int | None = field(default=0, converter=maybe_whole, validator=optional(count), kw_only=True)
@@ -263,9 +263,14 @@ class GivenOrder(GridOrder):
     def _names_each_cell_once(self, _: object, order: Tensor) -> None:
         T, H, W = self.sizes
         if not isinstance(order, Tensor) or order.dtype not in WHOLE_DTYPES or order.is_meta or order.is_sparse:
-            raise TypeError(f"'order' must be a tensor or a sequence of whole numbers: {shown(order)}")
+            raise TypeError(
+                f"'order' must be a tensor or a sequence of whole numbers: {shown(order)}. "
+                "Write a permutation of the cells."
+            )
         if order.shape != (T * H * W,):
-            raise ValueError(f"'order' must name {T} x {H} x {W} = {T * H * W} cells: {list(order.shape)}")
+            raise ValueError(
+                f"'order' must name {T} x {H} x {W} = {T * H * W} cells: {list(order.shape)}. Name every cell."
+            )
         if not bool((order.sort().values == torch.arange(T * H * W, device=order.device)).all()):
             raise ValueError(f"'order' must name each cell from 0 to T * H * W - 1 once: {shown(order)}")
 

@@ -66,7 +66,7 @@ class Permutation:
         if self.group is None and self.k_index is not None and self.k_index.shape[2] != 1:
             raise ValueError(f"'group' must be given for more than one key map: G={self.k_index.shape[2]}")
         if self.group is not None and (type(self.group) is not int or self.group < 1):
-            raise ValueError(f"'group' must be a number of positions, at least 1: {self.group!r}")
+            raise ValueError(f"'group' must be a number of positions, at least 1: {self.group!r}. Give 128, say.")
 
     def orders_as(self, other: Permutation) -> bool:
         """Whether this permutation holds the same tensors as `other`; equal maps in other tensors do not count."""
@@ -84,7 +84,8 @@ class Permutation:
         if self.q_index is not None:
             if self.q_index.shape != (B, Hq, M):
                 raise ValueError(
-                    f"'q_index' must have the shape [B, Hq, M] = {(B, Hq, M)}: {tuple(self.q_index.shape)}"
+                    f"'q_index' must have the shape [B, Hq, M] = {(B, Hq, M)}: {tuple(self.q_index.shape)}. "
+                    "Give a slot for each query."
                 )
             _check_device("q_index", self.q_index, q)
         if self.k_index is None:
@@ -98,13 +99,17 @@ class Permutation:
             )
         if self.group is None:
             if slots != N:
-                raise ValueError(f"'k_index' must name each of the {N} keys once: it has {slots} slots")
+                raise ValueError(
+                    f"'k_index' must name each of the {N} keys once: it has {slots} slots. "
+                    "GatherExecutor takes maps that leave keys out."
+                )
             return
         offset = N - M if causal else 0
         if groups != (expected := (offset + M - 1) // self.group - offset // self.group + 1):
             raise ValueError(
                 f"'k_index' must have a key map for each group of {self.group} positions that queries "
-                f"{offset} to {offset + M - 1} lie in, {expected} in all: {groups}"
+                f"{offset} to {offset + M - 1} lie in, {expected} in all: {groups}. "
+                "Groups count from token 0."
             )
 
     def check_contents(self, q: Tensor, k: Tensor) -> None:
@@ -162,7 +167,7 @@ class GlobalPermutation(Permutation):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.group is not None:
-            raise ValueError(f"'group' must be None: one map serves every query: {self.group}")
+            raise ValueError(f"'group' must be None: one map serves every query: {self.group}. Leave it out.")
 
     def check_contents(self, q: Tensor, k: Tensor) -> None:
         super().check_contents(q, k)

@@ -58,9 +58,9 @@ def auto(
     prompts on a GPU, and otherwise runs the fastest executor of the device.
 
     Args:
-        quality: "careful" keeps more blocks and stays closest to dense attention. "balanced" keeps the answers of
-            the models that were measured. "fast" keeps fewer blocks and may miss a fact.
-        alpha: of `RowShare` in causal calls, a number or one per query head. If None, that of the quality: 0.028,
+        quality: `"careful"` keeps more blocks and stays closest to dense attention. `"balanced"` keeps the answers
+            of the models that were measured. `"fast"` keeps fewer blocks and may miss a fact.
+        alpha: of `RowShare` in causal calls. A number, or one per query head. If None, that of the quality: 0.028,
             0.036 or 0.07. A greater one keeps fewer blocks.
         block: tokens per block in causal calls, a multiple of 16. Other calls have blocks of 128 x 64.
         order: a permuter, `HilbertOrder(grid)` for images and video. `Identity()` if None.

@@ -66,7 +66,10 @@ def maker(name: object) -> Callable[..., AnyPipeline]:
     def checked(*values: Any, **named: Any) -> AnyPipeline:
         pipeline = own(*values, **named)
         if not isinstance(pipeline, Pipeline):
-            raise TypeError(f"{shown(name)} must return a Pipeline: {shown(pipeline)}")
+            raise TypeError(
+                f"{shown(name)} must return a Pipeline: {shown(pipeline)}. "
+                "Return Pipeline(...) or what a preset gives."
+            )
         return pipeline
 
     return checked
@@ -122,9 +125,8 @@ def read(text: str, option: str) -> AnyPipeline:
         preset, also = _call(first, known, option), [_call(rule, _RULES, option) for rule in rules]
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):  # the last two if too deep
         raise UserError(
-            f"'{option}' must be one of {', '.join(every_preset)}, or a function of yours such as "
-            f"'my_stages:mine', plain or with numbers as in 'pbs_attn(0.95)' and 'mean_pooling(0.9) | Band(128)': "
-            f"{text}"
+            f"'{option}' must be one of {', '.join(every_preset)}, or a function of yours: {text}. Write it as in "
+            "'my_stages:mine', 'pbs_attn(0.95)' or 'mean_pooling(0.9) | Band(128)'."
         ) from None
     try:
         return extended(preset(), [rule() for rule in also])
@@ -201,7 +203,7 @@ class Candidate:
 
     Args:
         preset: a name in `blocksparse.presets.every_preset`.
-        arguments: keyword arguments of the preset: numbers, lists of numbers (one per query head), names, True,
+        arguments: keyword arguments of the preset. Numbers, lists of numbers (one per query head), names, True,
             False and None.
         band: also keep blocks that hold a key at most so many tokens before a query. None adds no band. `s2o`
             takes its band among the arguments: `Candidate("s2o", {"tau": 0.1, "band": 64})`.
@@ -245,7 +247,8 @@ class Candidate:
             if not _plain(value):
                 raise TuneError(
                     f"argument '{name}' of {self.preset} must be a number, a list of numbers, a name, true, "
-                    f"false or null: {shown(value)}"
+                    f"false or null: {shown(value)}. "
+                    "Edit the plan, or tune again."
                 )
         try:
             optional(count).check(band=self.band, last=self.last)

@@ -149,7 +149,7 @@ class Plan:
     @evidence.validator
     def _check_evidence(self, _: object, evidence: Evidence) -> None:
         if not evidence.plan.lengths:
-            raise TuneError("the plan names no length at which it was verified")
+            raise TuneError("the plan names no length at which it was verified. Tune again.")
 
     @layers.validator
     def _check_layers(self, _: object, parts: tuple[Part, ...]) -> None:
@@ -157,22 +157,27 @@ class Plan:
         # Each layer has a part, and a KV head that stands alone has one too: sizes far beyond them are no model's.
         if not 1 <= layers <= _LARGEST or not 1 <= kv_heads <= _LARGEST:
             raise TuneError(
-                f"a model has from 1 to {_LARGEST} layers and KV heads, and the plan names {layers} and {kv_heads}"
+                f"a model has from 1 to {_LARGEST} layers and KV heads, and the plan names {layers} and "
+                f"{kv_heads}. "
+                "Tune again."
             )
         every = tuple(range(kv_heads))
         heads: dict[int, list[int]] = {}
         for part in parts:
             if part.heads == ():
-                raise TuneError(f"a part of layer {part.layer} of the plan names no KV heads")
+                raise TuneError(f"a part of layer {part.layer} of the plan names no KV heads. Tune again.")
             heads.setdefault(part.layer, []).extend(every if part.heads is None else part.heads)
         if wrong := sorted(set(heads) ^ set(range(layers))):
             state = "has no" if wrong[0] in range(layers) else "has a"
             raise TuneError(
-                f"the plan is for a model of {layers} layers, 0 to {layers - 1}, but {state} layer {wrong[0]}"
+                f"the plan is for a model of {layers} layers, 0 to {layers - 1}, but {state} layer {wrong[0]}. "
+                "Tune again."
             )
         for layer, named in heads.items():
             if sorted(named) != list(every):
-                raise TuneError(f"layer {layer} of the plan must name each of {len(every)} KV heads once: {named}")
+                raise TuneError(
+                    f"layer {layer} of the plan must name each of {len(every)} KV heads once: {named}. Tune again."
+                )
 
     @property
     def longest(self) -> int:
@@ -263,7 +268,9 @@ class Plan:
         except TuneError as error:
             raise TuneError(f"{path}: {error}") from None
         except Exception as error:  # cattrs raises what the classes raise, and its own errors
-            raise TuneError(f"{path} is not a whole plan: {type(error).__name__}: {shown(str(error))}") from None
+            raise TuneError(
+                f"{path} is not a whole plan: {type(error).__name__}: {shown(str(error))}. Tune again."
+            ) from None
         return plan
 
 
@@ -276,7 +283,7 @@ def _converter() -> Any:
     try:
         from cattrs.preconf.json import make_converter
     except ModuleNotFoundError as error:
-        raise TuneError(f"{error.name} is not installed: pip install -e '.[tune]' in a checkout") from None
+        raise TuneError(f"{error.name} is not installed. Run pip install -e '.[tune]' in a checkout.") from None
     converter = make_converter(forbid_extra_keys=True, detailed_validation=False)
     for kind, takes in ((int, int), (float, int | float), (str, str)):
 

@@ -67,10 +67,10 @@ def pbs_attn(
     Args:
         mass: share of the mass outside the row's own segment to keep. A number, or one per query head.
         block: tokens per block.
-        S: tokens per segment, a multiple of `block`.
-        per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
-        as_released: choose exactly as the authors' code does. There is an order per query head, not causal, which
-            ignores the tail. The mean of a short tail block includes padding.
+        S: tokens per segment. A multiple of `block`.
+        per_query_head: order keys per query head, as the paper does, not per KV head.
+        as_released: choose as the authors' code does. Each query head has an order, not causal, which ignores the
+            tail. The mean of a short tail block includes padding.
         executor: `AutoExecutor()` if None.
     """
     block_size.check(block=block)
@@ -104,10 +104,10 @@ def pbs_attn_plus(
 
     Args:
         mass: share of the mass outside the row's own segment to keep. A number, or one per query head.
-        stride: side of the cells of pairs whose antidiagonals are scored.
-        block: tokens per block, a multiple of `stride`.
-        S: tokens per segment, a multiple of `block`.
-        per_query_head: make one key order per query head, as the paper does, instead of one per KV head.
+        stride: side of the cells of pairs. Their antidiagonals are scored.
+        block: tokens per block. A multiple of `stride`.
+        S: tokens per segment. A multiple of `block`.
+        per_query_head: order keys per query head, as the paper does, not per KV head.
         executor: `AutoExecutor()` if None.
     """
     block_size.check(block=block)
@@ -136,7 +136,7 @@ def mean_pooling(
     Args:
         mass: share of the row's pooled mass to keep. A number, or one per query head.
         block: tokens per block.
-        as_released: include padding in the mean of a short tail block, as the authors' code does.
+        as_released: include padding in the mean of a short tail block.
         executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
@@ -177,18 +177,18 @@ def bfla(
         block: tokens per coarse block.
         g: tokens per group that is compared as one vector. Divides `block`.
         tile: tokens per tile. Divides `block`.
-        n_local: tokens in the local band: tiles with a key at most so far before a query of the row are kept. If
-            neither this nor `n_local_tiles` is given, it is 256 (8 tiles of 32; table 5).
-        n_local_tiles: the same as a number of tiles, `n_local / tile`.
-        sink: tokens at the start of the prompt whose tiles are kept.
-        eta: keep one tile of every `eta` in a row. None for no stride rescue.
+        n_local: tokens in the local band. Tiles with a key at most so far before a query of the row are kept.
+            `None` is 256 (8 tiles of 32; table 5).
+        n_local_tiles: the same in tiles of `tile` tokens.
+        sink: first tokens whose tiles are kept.
+        eta: keep every `eta`-th tile. None for no stride rescue.
         rho: keep a tile with this probability, a number or one per query head. None for no random rescue.
         seed: seed of both rescues.
-        per_token: divide the products of groups by their tokens, so that the softmax over blocks is not one-hot.
-        coarse_rescue: apply band, sink and rescues to coarse blocks, as the released code does, not to tiles.
-        as_released: choose as the authors' code does for chunks that start at a block. Band, sink and rescues work
-            on coarse blocks. Rescues use linear hashes, with rows counted from the start of the chunk. The band
-            has at least one block, and scores include padding.
+        per_token: divide the products of groups by their tokens. The softmax over blocks is then not one-hot.
+        coarse_rescue: apply band, sink and rescues to coarse blocks, not to tiles.
+        as_released: choose as the authors' code does. The choice is equal for chunks that start at a block. This
+            includes `coarse_rescue`. Rescues use linear hashes, with rows counted from the start of the chunk. The
+            band has at least one block, and scores include padding.
         executor: `AutoExecutor()` if None.
 
     Raises:
@@ -245,17 +245,16 @@ def s2o(
     Args:
         tau: a row stops after a block that adds less than this share to its softmax denominators. A number, or one
             per query head. If None it is 0.01. The paper prints no value.
-        S: tokens per segment, a multiple of `block`. Larger segments need fewer index maps, but a row's own
+        S: tokens per segment. A multiple of `block`. Larger segments need fewer index maps, but a row's own
             segment is always computed, so the density cannot be lower than its share.
         block: tokens per block, on both sides. A row of blocks stops as a whole.
         prefix: how many of the earlier keys a map holds, the best ones. A row attends to no others, even if it has
             not stopped by then. At 16384 tokens the default adds almost no error to that of a `tau` of 0.01, but
-            much to that of a smaller `tau` (page s2o of the papers). `GlobalIndexMap` says how much memory maps
-            take.
-        coarse: choose and order the earlier keys by rounded scores, which takes no full sort on a GPU and adds
-            almost no error (docs/reference/papers/s2o.md).
-        per_query_head: make one key order per query head instead of one per KV head.
-        order_queries: sort the queries of a segment, so that similar ones stop together.
+            much to that of a smaller `tau` (page s2o of the papers). `GlobalIndexMap` has the memory of maps.
+        coarse: order the earlier keys by rounded scores. This takes no full sort on a GPU and adds almost no error
+            (docs/reference/papers/s2o.md).
+        per_query_head: order keys per query head.
+        order_queries: sort the queries of a segment. Similar ones then stop together.
         band: visit the keys up to so many before each query in any case. Without a band (0) a query at the start
             of its segment may miss them. Give it a multiple of `block`, since whole blocks are visited. What it
             is worth is in docs/reference/papers/s2o.md.
@@ -298,8 +297,8 @@ def xattention(
 
     Args:
         mass: share of the row's mass to keep. A number, or one per query head.
-        stride: side of the cells of pairs whose antidiagonals are scored.
-        block: tokens per block, a multiple of `stride`.
+        stride: side of the cells of pairs. Their antidiagonals are scored.
+        block: tokens per block. A multiple of `stride`.
         pattern: which pairs of a cell are scored. `AntidiagonalScorer` lists the patterns.
         as_released: fill a short tail cell with zeros, as the authors' code does. Errors in its selection are not
             copied.
@@ -333,9 +332,9 @@ def flex_prefill(
     Args:
         mass: gamma of the paper, the share of the attention mass to keep. A number, or one per query head.
         tau: divergence below which a head is query-aware. A number, or one per query head. With 0 no head is.
-        block: tokens per block, and how many of the last queries are measured.
-        min_budget: the least number of tokens in the columns, and in the diagonals, of every head.
-        max_budget: the greatest number of tokens in each, in heads that are not query-aware. None for no limit.
+        block: tokens per block. Also the number of last queries that are measured.
+        min_budget: the least number of tokens in the columns, and in the diagonals. It holds in every head.
+        max_budget: the greatest number in each, in heads that are not query-aware. None for no limit.
         as_released: choose as the authors' code does. It keeps one block for every 128 tokens that it counts, and
             takes forced blocks out of the budget. It keeps one diagonal of blocks per band. In query-aware heads
             it drops the block with which the sum reaches `mass`.
@@ -374,10 +373,10 @@ def minference(
     Args:
         vertical: how many keys (columns). A number, or one per query head.
         slash: how many distances (diagonals). A number, or one per query head.
-        sink: how many of the first keys are always kept, as a part of `vertical`.
-        recent: how many of the nearest distances are always kept, as a part of `slash`.
+        sink: first keys that are always kept. They count in `vertical`.
+        recent: nearest distances that are always kept. They count in `slash`.
         block: tokens per block.
-        last_q: with how many of the last queries the lines are measured.
+        last_q: last queries by which the lines are measured.
         as_released: choose as the authors' code does. Keys near the end may use up the vertical budget, and tiles
             of keys at chosen distances end up to one block late.
         executor: `AutoExecutor()` if None.
@@ -405,8 +404,8 @@ def a_shape(
     StreamingLLM's pattern; MInference, arXiv 2407.02490.
 
     Args:
-        sink: how many tokens at the start of the prompt are kept.
-        local: tokens in the window that ends with the query, at least 1.
+        sink: tokens kept at the start of the prompt.
+        local: tokens in the window that ends with the query. At least 1.
         block: tokens per block.
         executor: `AutoExecutor()` if None.
     """
@@ -434,9 +433,9 @@ def tri_shape(
     key for all its queries. So up to one more block of queries is dense.
 
     Args:
-        sink: how many tokens at the start of the prompt are kept.
-        local: tokens in the window that ends with the query, at least 1.
-        last: how many queries at the end of the call see every key.
+        sink: tokens kept at the start of the prompt.
+        local: tokens in the window that ends with the query. At least 1.
+        last: queries at the end of the call that see every key.
         block: tokens per block.
         executor: `AutoExecutor()` if None.
     """
@@ -464,11 +463,10 @@ def triangle_mix(
     Source: TriangleMix, arXiv 2507.21526.
 
     Args:
-        starting_layer: the first sparse layer, by index. It depends on the model: the paper finds it by what the
-            last queries lose.
-        sink: how many tokens at the start of the prompt are kept.
-        local: tokens in the window that ends with the query, at least 1.
-        last: how many queries at the end of the call see every key.
+        starting_layer: index of the first sparse layer. It depends on the model.
+        sink: tokens kept at the start of the prompt.
+        local: tokens in the window that ends with the query. At least 1.
+        last: queries at the end of the call that see every key.
         block: tokens per block.
         executor: `AutoExecutor()` if None.
     """
@@ -495,12 +493,12 @@ def flash_prefill(
     Args:
         alpha: share of the row's greatest mass from which on a block is kept. A number, or one per query head.
         block: tokens per block.
-        sink: tokens at the start of the prompt whose blocks are kept.
-        window: tokens in the window that ends with a row of blocks, in whole blocks, the row's own included.
-        last: how many queries at the end of the call see every key. None for none. Each chunk of a prompt has its
+        sink: first tokens whose blocks are kept.
+        window: tokens of a window that ends with a row. In whole blocks, with the row's own.
+        last: queries at the end of the call that see every key. None for none. Each chunk of a prompt has its
             own last queries.
-        mean_correction: let dropped blocks contribute their means, as in `MeanCorrectionExecutor`: the mean
-            correction of FlashPrefill V2 (2608.19758).
+        mean_correction: let dropped blocks contribute their means, as in FlashPrefill V2 (2608.19758) and
+            `MeanCorrectionExecutor`.
         executor: `AutoExecutor()` if None.
     """
     block_size.check(block=block)
@@ -537,10 +535,10 @@ def prism(
     Args:
         mass: share of the row's pooled mass to keep in each band. A number, or one per query head.
         block: tokens per block.
-        fast: where the band of fast channels begins and ends, as shares of all pairs of channels.
+        fast: begin and end of the band of fast channels. Shares of all pairs of channels.
         slow: the same of the slow ones.
-        temperature: what the logits of both bands are divided by. None measures it per head and call, as in
-            `RotaryBandScorer`. The choice then depends a little on how a prompt is chunked.
+        temperature: divisor of the logits of both bands. None measures it per head and call, as in
+            `RotaryBandScorer`. Chunking then changes the choice a little.
         executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
@@ -575,13 +573,13 @@ def stem(
     Args:
         decay: the share of `k` that the last row of a prompt keeps.
         k: how many blocks a row keeps before the number falls. None for the rule of `DecayingTopK`.
-        weight: what a deviation of the logs of the lengths of values adds to a block's logit.
-        lengths: the mean and the deviation of these logs. None measures them per head and call. The choice then
-            depends a little on how a prompt is chunked.
-        stride: side of the cells on whose antidiagonals logits are taken.
+        weight: what a deviation of the logs of value lengths adds to a block's logit.
+        lengths: mean and deviation of these logs. None measures them per head and call. Chunking then changes the
+            choice a little.
+        stride: side of the cells of pairs. Their antidiagonals are scored.
         block: tokens per block.
-        sink: tokens at the start of the prompt whose blocks are kept.
-        window: tokens in the window that ends with a row of blocks, in whole blocks, the row's own included.
+        sink: first tokens whose blocks are kept.
+        window: tokens of a window that ends with a row. In whole blocks, with the row's own.
         executor: `AutoExecutor()` if None.
     """
     block_size.check(block=block)

@@ -48,15 +48,15 @@ def sparge(
         mass: tau of the paper, the share of a row's pooled mass that the kept blocks may not exceed. A number, or
             one per query head. If neither this nor `share` is given, it is 0.98.
         theta: a block is judged by its mean only if its self-similarity is greater than this. A number, or one per
-            query head. If None, 0.6. With `share` -0.1, so that every block is judged by its mean.
-        share: keep this share of a row's visible key blocks instead of a share of its mass.
+            query head. If None, 0.6. With `share` -0.1: every block is judged by its mean.
+        share: keep this share of a row's visible key blocks. It replaces `mass`.
         block: tokens per query block.
         k_block: tokens per key block.
-        attention_sink: also keep the block that holds token 0.
-        smooth_k: subtract the mean of all keys before the similarity of key blocks is measured. None does so only
-            if the call is not causal, and with `as_released` always.
-        order: a permuter, `HilbertOrder(grid)` for images and video (section 3.7), and `HilbertOrder()` where a
-            host knows the grid. `Identity()` if None.
+        attention_sink: also keep the block of token 0.
+        smooth_k: subtract the mean of all keys before similarity is measured. None does so only if the call is not
+            causal, and with `as_released` always.
+        order: a permuter. `HilbertOrder(grid)` for images and video (section 3.7), `HilbertOrder()` where a host
+            knows the grid. `Identity()` if None.
         as_released: choose as the authors' code does. Keys are smoothed in causal calls too, a short last block is
             never similar, and `share` is a share of all key blocks. Their code may drop the diagonal, which is
             kept here all the same.
@@ -106,7 +106,7 @@ def subblock(
     Args:
         share: share of a row's visible blocks to keep. A number, or one per query head.
         cell: tokens per sub-block.
-        block: tokens per block, a multiple of `cell`.
+        block: tokens per block. A multiple of `cell`.
         order: a permuter, such as `HilbertOrder(grid)`. `Identity()`, as in the released code, if None.
         executor: `AutoExecutor()` if None.
     """
@@ -140,7 +140,7 @@ def sol_attn(
     Args:
         tau: how many standard deviations. A number, or one per query head. A greater one keeps fewer blocks.
         block: tokens per block.
-        variance: how the deviation of a row is computed, as in `MeanLogitScorer`.
+        variance: how the deviation of a row is computed. `MeanLogitScorer` lists the ways.
         text: how many keys at the end are kept for all queries. `attach` of `hosts.diffusers` keeps text by
             itself.
         mean_correction: let dropped blocks contribute their means, as in `MeanCorrectionExecutor`.
@@ -175,7 +175,7 @@ def dfs_attn(
     Args:
         share: share of a row's visible blocks to keep. A number, or one per query head.
         cell: tokens per cell.
-        block: tokens per block, a multiple of `cell`.
+        block: tokens per block. A multiple of `cell`.
         order: `HilbertOrder(grid)`, as the method has it, and `HilbertOrder()` where a host knows the grid. Tokens
             without a grid stay in place (`Identity()`) if None.
         executor: `AutoExecutor()` if None.
@@ -208,7 +208,7 @@ def radial(
         grid: frames, rows and columns `(T, H, W)` in tokens. None where a host knows them.
         decay: the factor of all windows.
         block: tokens per block.
-        prefix: how many tokens of text stand before the video. All text is kept.
+        prefix: tokens of text before the video. All text is kept.
         executor: `AutoExecutor()` if None.
     """
     return preset(
@@ -237,10 +237,10 @@ def nabla(
     Args:
         mass: share of the row's pooled mass to keep. A number, or one per query head.
         grid: frames, rows and columns `(T, H, W)` in tokens. None where a host knows them.
-        radius: tiles on either side that are kept in any case, in time, height and width.
+        radius: tiles on either side that are always kept. In time, height and width.
         tile: frames, rows and columns of a tile.
         block: tokens per block.
-        prefix: how many tokens of text stand before the video. All text is kept.
+        prefix: tokens of text before the video. All text is kept.
         executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
@@ -272,12 +272,12 @@ def lva(
 
     Args:
         grid: frames, rows and columns `(T, H, W)` in tokens. None where a host knows them.
-        period: frames from one periodic frame to the next.
-        radius: frames on either side of a query's own. 0 for no window, as in the released code.
-        first: how many frames at the start are kept for all.
+        period: distance of periodic frames. All queries see them.
+        radius: frames on either side of a query's own. With 0, as released, there is no window.
+        first: first frames that all queries see.
         step: the denoising step.
         block: tokens per block.
-        prefix: how many tokens of text stand before the video. All text is kept.
+        prefix: tokens of text before the video. All text is kept.
         executor: `AutoExecutor()` if None.
     """
     size.check(period=period)
@@ -316,13 +316,13 @@ def svg2(
 
     Args:
         mass: share of the row's pooled mass to keep. A number, or one per query head.
-        least: share of a row's blocks that are kept in any case, the heaviest.
-        q_clusters: clusters of queries per query head.
-        k_clusters: clusters of keys per KV head.
+        least: share of a row's blocks that are always kept. The heaviest ones.
+        q_clusters: clusters per query head.
+        k_clusters: clusters per KV head.
         iterations: steps of k-means.
         block: tokens per block.
-        prefix: how many tokens of text at the start stay in place.
-        suffix: how many tokens of text at the end do.
+        prefix: tokens of text before the video. They stay in place.
+        suffix: the same after it.
         executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass, least=least)

@@ -105,7 +105,10 @@ class ScorerPair(
         second = scored(self.second, q, k, None, permutation, spec, history)
         if not first.grid.same_blocks(second.grid):
             mine, its = ((grid.q_block, grid.k_block) for grid in (first.grid, second.grid))
-            raise ValueError(f"both scorers of 'ScorerPair' must score the same blocks: {mine} and {its}")
+            raise ValueError(
+                f"both scorers of 'ScorerPair' must score the same blocks: {mine} and {its}. "
+                "Give both one block size."
+            )
         return ScoresPair(first.values, first.grid, first.forced, first=first, second=second)
 
     @property
@@ -131,13 +134,12 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
 
     Args:
         inner: any scorer that gives a `BlockMass`, on any grid.
-        theta: in [-1, 1]. A number, or one per query head. Below 0 every block is similar, at 1 none is. A number
-            below 0 costs nothing: no similarity is measured, and the scores are those of `inner`.
-        smooth_k: subtract the mean of all keys before the similarity of key blocks is measured (K smoothing of
-            SageAttention). None does so only if the call is not causal, because in a causal call later keys would
-            change the choice of earlier rows.
-        padded_tail: never take a block with an empty slot as similar, as the released code does. By default the
-            tokens that exist decide.
+        theta: in [-1, 1]. A number, or one per query head. Below 0 every block is similar, at 1 none is. Below 0
+            no similarity is measured, and the scores are those of `inner`.
+        smooth_k: subtract the mean of all keys before similarity is measured (K smoothing of SageAttention). None
+            does so only if the call is not causal: later keys would change the choice of earlier rows.
+        padded_tail: no block with an empty slot is similar. The released code does this. By default the tokens
+            that exist decide.
     """
 
     inner: Scorer[GlobalPermutation, BlockMass] = field(validator=a(Scorer))
@@ -175,7 +177,7 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         return not causal if self.smooth_k is None else self.smooth_k
 
     def _gated(self, scores: BlockMass, q: Tensor, of_k: Tensor, permutation: GlobalPermutation) -> BlockMass:
-        """The scores after the gate; `of_k` `[B, H, cols]` are the similarities of key blocks, H is Hkv or Hq."""
+        """Scores after the gate. `of_k` `[B, H, cols]` are similarities of key blocks, H is Hkv or Hq."""
         grid = scores.grid
         of_q = block_similarity(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows]
         if self.padded_tail:  # a block whose similarity is NaN is not similar

@@ -131,10 +131,10 @@ class DiffusersAdapter:
     """The state of an attached model: what attends in each layer, and the forward call that runs now, if one does.
 
     Args:
-        schedules: what attends, in the order of steps, from the first one on.
-        dense_steps: the denoising steps in which all attention is dense.
+        schedules: what attends, in the order of steps.
+        dense_steps: denoising steps that are dense.
         min_tokens: calls with fewer tokens are dense.
-        cache: keeps the masks of layers for several steps. None if each call chooses.
+        cache: keeps masks for several steps. None if each call chooses.
     """
 
     family: Family

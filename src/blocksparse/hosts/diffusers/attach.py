@@ -217,10 +217,10 @@ def attach(
         model: the transformer of a pipeline, one of the classes in `FAMILIES`.
         pipeline: the pipeline of every layer, or a `Schedule` that chooses by the index of the block. Blocks are
             counted from 0 in the order in which the model runs them.
-        dense_steps: the denoising steps in which all attention stays dense, counted from 0 in each call of a
-            diffusers pipeline. A timestep nearer to noise, or another prompt, begins a new call.
-        by_step: pipelines that replace `pipeline` from these steps on, such as `{25: subblock(0.15)}` for a
-            smaller budget in the later half. Steps are counted as for `dense_steps`.
+        dense_steps: denoising steps that stay dense. They count from 0 in each call of a diffusers pipeline. A
+            timestep nearer to noise, or another prompt, begins a new call.
+        by_step: pipelines that replace `pipeline` from these steps on. `{25: subblock(0.15)}` makes the later half
+            cheaper. Steps are counted as for `dense_steps`.
         choose_every: for how many denoising steps a layer attends to the blocks that it chose in the first of
             them. None for one. A choice belongs to the tensor of the prompt that a diffusers pipeline passes in
             every step. So each half of classifier-free guidance has its own choices, and so has each run. Not for
@@ -229,7 +229,7 @@ def attach(
         recorder: gets a record of what each call did. If None, nothing is recorded.
         audit: compares a few random queries of some sparse calls with dense attention. None for no audit. Where
             choices are kept, it reports how much mass they still cover. A layer that crosses a bound chooses
-            again, or the layer whose choice it takes does in the next step.
+            again. Or the layer whose choice it takes does so in the next step.
         family: the token layout of a model that is not known.
 
     Raises:
@@ -266,11 +266,14 @@ def attach(
     }  # fmt: skip
     if any(told_by.values()) and not told and family.timestep is the_timestep:
         name = next(name for name, given in told_by.items() if given)
-        raise ValueError(f"'{name}' needs a model that is told the 'timestep', and {type(model).__name__} is not")
+        raise ValueError(
+            f"'{name}' needs a model that is told the 'timestep', and {type(model).__name__} is not. Leave it out."
+        )
     names = layer_names(model, family)
     if not names:
         raise ValueError(
-            f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}"
+            f"{type(model).__name__} has no blocks with attention named {' or '.join(family.attention)}. "
+            "Name those of your model."
         )
     keeps = choose_every is not None or any(each.same_choice for each in schedules.values())
     apart = recorder is not None or audit is not None or keeps or len(schedules) > 1

@@ -209,7 +209,7 @@ def _kind(kind: Any, *, redirected: bool) -> Any:
         if not (torch.compiler.is_compiling() or mode.used):
             raise RuntimeError(
                 f"{kind.__name__} computed attention without PyTorch's scaled_dot_product_attention or diffusers' "
-                "dispatcher, so no pipeline can replace it. Give its modules another processor, or diffusers the "
+                "dispatcher. No pipeline can replace it. Give its modules another processor, or diffusers the "
                 "backend 'native'."
             )
         return out

@@ -51,10 +51,10 @@ class Family:
         attention: the names, inside a block of the model, of its attention over pictures: alone, or joined with
             text. Other attention, as over text alone, stays as it is. A name may have dots.
         rising: whether timesteps rise from noise to picture.
-        parts: the names of the model's lists of blocks that count, in the order in which they run. None means all
-            of them, in the order in which the model names them.
-        timestep: a function of the arguments of a forward call, which gives the timestep, by which denoising steps
-            are told apart. The mean of a tensor counts.
+        parts: names of the lists of blocks that count. In the order in which they run. None means all, in the
+            model's order.
+        timestep: gives the timestep from the arguments of a forward call. It tells denoising steps apart. The mean
+            of a tensor counts.
         prompt: a function of the arguments of a forward call, which gives a tensor that identifies a run.
             Pipelines pass it in every step of the run, or of one half of its guidance, and in no other run. None
             means that there is none. Only the identity of the tensor counts.

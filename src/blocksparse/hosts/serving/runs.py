@@ -80,7 +80,7 @@ class Prefills:
     Args:
         table: the pages of each.
         rows: their queries in the batch, (first, last + 1).
-        remaining: for each the tokens of its prompt after these. 0 where the engine does not tell.
+        remaining: later tokens of each prompt. 0 where the engine does not tell.
     """
 
     table: PageTable
@@ -101,10 +101,10 @@ class Prefills:
         """
         Args:
             requests: those that go sparse.
-            pages: the pages of these requests, `[requests, pages]`.
-            starts: where the queries of each request of the batch begin, and where those of the last one end.
-            keys: the tokens of each request of the batch, its context and its queries together.
-            remaining: the tokens of the prompt of each request of the batch after these, if the engine tells.
+            pages: their pages. `[requests, pages]`.
+            starts: first query of each request, and the end of the last one.
+            keys: tokens of each request, context and queries together.
+            remaining: later tokens of each prompt. None if the engine does not tell.
         """
         table = PageTable(pages, [keys[request] for request in requests], page_size=page_size)
         rows = tuple([(starts[request], starts[request + 1]) for request in requests])
@@ -158,12 +158,12 @@ class Split:
         """Split a batch of prompts, chunks of prompts, and requests that decode.
 
         Args:
-            starts: where the queries of each request begin, and where those of the last one end.
-            keys: the tokens of each request, its context and its queries together.
-            min_tokens: requests of fewer tokens than this are dense.
-            min_queries: requests with fewer queries than this are dense.
-            pays: why a request with so many queries, keys, and tokens of its prompt after these is dense, or None.
-            remaining: the tokens of the prompt of each request after these. None if None.
+            starts: first query of each request, and the end of the last one. `[0, 5, 9]`, say.
+            keys: tokens of each request, context and queries together.
+            min_tokens: shorter requests are dense.
+            min_queries: requests with fewer queries are dense.
+            pays: gives the reason why a request of these sizes is dense. None if it pays.
+            remaining: later tokens of each prompt. None if None.
             dense: why the whole batch is dense, if it is.
             own: why single requests are dense, by their index.
         """

@@ -87,9 +87,9 @@ class Settings:
         layers: the pipeline of each layer. None is dense.
         min_tokens: requests of fewer tokens, context and queries together, are dense.
         min_queries: requests with fewer queries in one step are dense. Decoding always is.
-        dense_below: requests with less work than this are dense, as in `AutoExecutor`.
+        dense_below: requests with less work are dense. As in `AutoExecutor`.
         record: keep a record of what each call did.
-        audit: estimates the error of all calls from some of them. Crossed bounds are logged.
+        audit: estimates the error of all calls. Crossed bounds are logged.
     """
 
     layers: tuple[LayerPipeline | None, ...]
@@ -124,7 +124,9 @@ class Settings:
         if unknown := [key for key in given if key not in _KEYS]:
             raise ValueError(f"there is no {shown(unknown[0])}. There are {', '.join(_KEYS)}.")
         if ("preset" in given or "quality" in given) == ("plan" in given):
-            raise ValueError(f"it must have one of 'preset' and 'plan': {shown(dict(given))}")
+            raise ValueError(
+                f"it must have one of 'preset' and 'plan': {shown(dict(given))}. Give one of the two."
+            )
         schedule = _plan(given, served) if "plan" in given else _preset(given, served)
         dense_below = AutoExecutor(dense_below=given.get("dense_below")).dense_below  # which refuses what is none
         settings = cls(
@@ -140,7 +142,8 @@ class Settings:
         if settings.min_queries <= (most := 1 + 2 * served.draft_tokens):
             raise ValueError(
                 f"'min_queries' must be above {most}, the most queries that a request has while it decodes: "
-                f"{settings.min_queries}"
+                f"{settings.min_queries}. "
+                "Raise it."
             )
         return settings
 
@@ -148,7 +151,10 @@ class Settings:
 def _audit(given: object) -> Audit:
     """An audit that says in the log where a bound is crossed. Layers stay sparse."""
     if not isinstance(given, Mapping) or any(key not in _OF_AN_AUDIT for key in given):
-        raise ValueError(f"'audit' must be an object with some of {', '.join(_OF_AN_AUDIT)}: {shown(given)}")
+        raise ValueError(
+            f"'audit' must be an object with some of {', '.join(_OF_AN_AUDIT)}: {shown(given)}. "
+            "An empty one has the defaults."
+        )
     bounded = "min_mass" in given or "max_error" in given
     return Audit(**given, on_crossed=_warn if bounded else None)
 
@@ -167,7 +173,8 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
     if "quality" in given:
         if name != "auto" or "quality" in arguments:
             raise ValueError(
-                f"'quality' is an argument of the preset 'auto', and must be given once: {shown(dict(given))}"
+                f"'quality' is an argument of the preset 'auto', and must be given once: {shown(dict(given))}. "
+                "Leave out the other preset."
             )
         arguments = {**arguments, "quality": given["quality"]}
     for argument, value in arguments.items():
@@ -177,7 +184,10 @@ def _preset(given: Mapping[str, Any], served: Served) -> Schedule:
                 f"the heads: {shown(value)}"
             )
         if isinstance(value, list) and len(value) != served.heads:
-            raise ValueError(f"'{argument}' must have a number per query head ({served.heads}): {shown(value)}")
+            raise ValueError(
+                f"'{argument}' must have a number per query head ({served.heads}): {shown(value)}. "
+                "Or give one number for all."
+            )
     pipeline = make(**arguments)
     rules = [rule(whole(given[key])) for rule, key in ((Band, "band"), (Sink, "sink")) if key in given]
     pipeline = extended(pipeline, rules)
@@ -198,7 +208,8 @@ def _check_heads(pipeline: Pipeline[Any, Any, Any], served: Served) -> None:
         except ValueError:
             raise ValueError(
                 f"a pipeline must have one number for all heads, because each of {served.ranks} GPUs has some of "
-                f"the heads: {shown(pipeline)}"
+                f"the heads: {shown(pipeline)}. "
+                "Give one number."
             ) from None
 
 
@@ -212,14 +223,16 @@ def _always_runs(layer: LayerPipeline | None) -> LayerPipeline | None:
 def _plan(given: Mapping[str, Any], served: Served) -> Schedule:
     for key in _OF_A_PRESET:
         if key in given:
-            raise ValueError(f"a plan says what each layer does, so '{key}' must be left out")
+            raise ValueError(f"a plan says what each layer does, so '{key}' must be left out.")
     if not isinstance(given["plan"], str):
-        raise TypeError(f"'plan' must be the path of a file: {shown(given['plan'])}")
+        raise TypeError(f"'plan' must be the path of a file: {shown(given['plan'])}. Write its name.")
     plan = Plan.load(given["plan"])
     # The weights of a served model are laid out otherwise and may be quantised, so they are not compared.
     here = evolve(plan.model, type=served.type, layers=served.layers, heads=served.heads, kv_heads=served.kv_heads)
     if difference := plan.model.difference(here):
-        raise ValueError(f"the plan was made for another model, {plan.model.name} (it differs in {difference})")
+        raise ValueError(
+            f"the plan was made for another model, {plan.model.name} (it differs in {difference}). Tune this one."
+        )
     by_head = [
         part.layer
         for part in plan.layers

@@ -32,7 +32,7 @@ class Worth:
 
     Args:
         executor: its `dense_below` is the work below which requests stay dense.
-        q, k: `[1, Hq, 1, D]` and `[1, Hkv, 1, D]`, with the heads, dtype and device of the layers.
+        q, k: `[1, Hq, 1, D]` and `[1, Hkv, 1, D]`, as in the layers.
     """
 
     executor: AutoExecutor

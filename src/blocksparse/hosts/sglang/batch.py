@@ -118,7 +118,7 @@ class Batch:
         Args:
             batch: SGLang's ForwardBatch.
             tokens: the queries that came with it.
-            slots: where in the cache the tokens of each request lie, `[requests of the pool, tokens]`.
+            slots: the place in the cache of each token. Shape `[requests of the pool, tokens]`.
         """
         if (dense := batch_is_dense_because(batch, tokens=tokens)) is not None:
             return [cls(Counter({dense: batch.batch_size}))] * max(len(kinds.pipelines), 1)
@@ -188,12 +188,12 @@ class SparseExtend:
 
     Args:
         stock: `forward_extend` of that backend, for whole batches.
-        rests: others of its kind, one for each kind of layers, for parts of batches, because backends keep what
-            they prepared for a batch.
-        layers: what attends in each layer (SGLang's RadixAttention), or the reason why it is dense.
-        slots: where in the cache the tokens of each request lie, `[requests of the pool, tokens]`.
+        rests: one more for each kind of layers, for parts of batches. Backends keep what they prepared for a
+            batch.
+        layers: what attends in each layer, or why it is dense. A layer is SGLang's RadixAttention.
+        slots: the place in the cache of each token. Shape `[requests of the pool, tokens]`.
         cache: SGLang's pool of keys and values.
-        write_loc: makes, of a batch and a layer, what the pool wants to know about where to write.
+        write_loc: tells the pool where a batch writes in a layer.
     """
 
     stock: Callable[..., Any]

@@ -198,18 +198,17 @@ def attach(
             model.generate(...)
 
     Args:
-        model: a transformers model, or a module around one, as torch.compile and PEFT make it.
-        pipeline: a pipeline for every layer, or a `Schedule`, which chooses by `layer_idx`.
-        min_tokens: prompts of fewer tokens than this, context and queries together, stay dense. Tokens that the
-            cache of a layer with a window has dropped count too, except in continuous batching.
+        model: a transformers model. torch.compile or PEFT may be around it.
+        pipeline: a pipeline for every layer, or a `Schedule` by `layer_idx`.
+        min_tokens: shorter prompts, context included, stay dense. Tokens that the cache of a layer with a window
+            has dropped count too, except in continuous batching.
         min_queries: prompts with fewer queries at once stay dense. Decoding always does.
         recorder: gets a record of what each call did. If None, nothing is recorded.
         audit: compares a few random queries of some sparse calls with dense attention. None for no audit.
         continuous_batching: attach to the calls of `generate_batch` instead, and to no others. transformers
-            accepts only its own names there. So "sdpa" names the pipeline until the end, for this model alone.
-        min_window: layers with a sliding window of fewer tokens than this are exactly dense within it, if it hides
-            a part of the prompt. None means all windows. Layers whose executor does not support windows are dense
-            too.
+            accepts only its own names there. So "sdpa" names the pipeline for this model.
+        min_window: layers with a shorter sliding window are dense within it. This holds if it hides a part of the
+            prompt. None means all windows. Layers whose executor does not support windows are dense too.
 
     Raises:
         TypeError: `model` does not hold exactly one transformers model, or `pipeline` is not a pipeline.

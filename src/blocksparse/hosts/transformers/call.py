@@ -107,7 +107,7 @@ class AttentionCall:
             if mask.shape[2:] != (M, N):
                 raise ValueError(
                     f"{type(module).__name__} got {M} queries and {N} keys, and a mask of {mask.shape[2]} queries "
-                    f"and {mask.shape[3]} keys: a model that adds its own keys cannot run while a pipeline is "
+                    f"and {mask.shape[3]} keys. A model that adds its own keys cannot run while a pipeline is "
                     "attached. Call detach() first."
                 )
             if mask.request is None:

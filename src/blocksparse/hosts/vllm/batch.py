@@ -85,8 +85,8 @@ class SplitMetadata:
         """
         Args:
             common: vLLM's CommonAttentionMetadata of the whole batch.
-            keys: the tokens of each request, its context and its queries together.
-            build: makes the native backend's metadata of a batch.
+            keys: tokens of each request, context and queries together.
+            build: makes native metadata of a batch.
             remaining: as in `Prefills.of`.
         """
         if not split.sparse.ranges:

@@ -49,7 +49,7 @@ class Requests:
 
         Args:
             rows: of the batch. Those that pad it stand at its end.
-            places: of each row in the table of the V2 model runner, as CommonAttentionMetadata has them.
+            places: of each row in the V2 model runner's table. CommonAttentionMetadata has them.
         """
         runner = self._worker.model_runner
         try:

@@ -43,9 +43,9 @@ def key_importance(
     Args:
         q: `[B, Hq, M, D]`. Query `i` stands at position `N - M + i`.
         last_q: how many of the last queries vote. All of them where there are fewer.
-        seen: keys from this one on have no part in the softmax, and weigh nothing.
-        causal: neither have keys after the query.
-        per_query_head: take the mean over each query head's own queries, `[B, Hq, P, N]`.
+        seen: keys from this one on weigh nothing.
+        causal: nor do keys after the query.
+        per_query_head: average each query head by itself, `[B, Hq, P, N]`.
     """
     # One KV head after another, so that fewer numbers are held at a time; it is one part.
     Hkv, N, P = k.shape[1], k.shape[2], min(last_q, q.shape[2])
@@ -69,8 +69,8 @@ def segment_sort(values: Tensor, S: int, coarse: bool = False) -> Tensor:
     """The token in every slot, `[B, H, N]` int32, for `values` `[B, H, N]`; the same on every device.
 
     Args:
-        values: or `[B, H, P, N]`, parts of values, which are added up first.
-        coarse: values count as equal if their `whole_numbers` are equal but for the lowest `log2(S)` bits.
+        values: or `[B, H, P, N]`, parts that are added up first.
+        coarse: ignore the lowest `log2(S)` bits of `whole_numbers`.
     """
     values = values.sum(2) if values.ndim == 4 else values
     values = whole_numbers(values) >> (S - 1).bit_length() if coarse else values
@@ -82,7 +82,7 @@ def segment_sort(values: Tensor, S: int, coarse: bool = False) -> Tensor:
 
 
 def whole_numbers(values: Tensor) -> Tensor:
-    """fp32 values as int32 that stand in the same order; both zeros become 0, and NaN becomes the greatest.
+    """Values of fp32 as int32, in the same order. Both zeros become 0, and NaN becomes the greatest.
 
     The bits of floats from 0 up rise with them, but those of negative floats fall: all but the sign bit are flipped.
     """
