@@ -17,7 +17,7 @@ from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.serving.runs import Prefills
 from blocksparse.inputs import UnsupportedError
 from blocksparse.launch.replay import owner_of_value, replayed
-from blocksparse.layers.attention import LayerTrace
+from blocksparse.layers.head_groups import LayerTrace
 from blocksparse.layers.schedule import LayerPipeline
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.observe.metrics import AuditGauges
