@@ -406,6 +406,30 @@ def test_a_training_step_is_dense_whatever_is_checkpointed(reentrant: bool, trai
     assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
 
 
+@pytest.mark.parametrize("trained", ["lm_head", "layers.0.mlp", "layers.1.self_attn.o_proj"])
+def test_layers_below_what_is_trained_are_dense_in_eval_mode(trained: str) -> None:
+    """As where a head is trained on a frozen model: no query of these layers needs a gradient."""
+    recorder, ids, model = DensityRecorder(), tokens(60), make("llama")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trained in name)
+
+    def step() -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad(model(ids, labels=ids).loss, [*filter(_is_trained, model.parameters())])[0]
+
+    expected = step()
+    with attached(model, recorder, SPARSE):
+        actual = step()
+        assert all_dense(recorder, "gradients")
+        model(ids)  # without gradients
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
+
+
+def _is_trained(weight: Tensor) -> bool:
+    return weight.requires_grad
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_a_checkpointed_call_is_dense_in_eval_mode(reentrant: bool) -> None:
     """As where prompts are tuned through a frozen model."""

@@ -187,6 +187,7 @@ class TransformersAdapter:
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
     eager: frozenset[int]  # ids of those modules that attended by their own functions before
     outcomes: Outcomes
+    trained: Callable[[], bool]  # whether a parameter of the model gets gradients
     lengths: LastLengths = field(factory=LastLengths, init=False)
     prompt: KnownPrompt = field(factory=KnownPrompt, init=False)
     _tell_traced: Callable[[str], bool] = field(init=False)
@@ -226,6 +227,8 @@ class TransformersAdapter:
         if id(module) not in self.modules:
             return dense(call)
         layer, seen, reason = self.layers[call.layer], call.seen, call.dense_because()
+        if reason is None and torch.is_grad_enabled() and self.trained():  # in later layers, if not in this one
+            reason = "gradients"
         asked = call.options()
         if reason is None:
             assert seen is not None  # or there would be a reason
