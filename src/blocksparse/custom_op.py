@@ -24,7 +24,7 @@ class OpaqueCall(OpaqueBase):
     Args:
         run: a function of checked `(q, k, v, spec)` that gives the output `[B, Hq, M, Dv]`. It gets
             `history=` where a call has one.
-        begins: is called when a call begins, of one sequence or of several.
+        begins: is called when a call begins.
         writes: whether it also takes `out`, a part of a tensor that is there already. It then writes the output to
             this part. Otherwise what it gives is copied there.
         ends: is given the output, q, k, v, the spec and the sequences of a call of several, when all are attended.

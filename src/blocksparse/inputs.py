@@ -62,7 +62,9 @@ def check_inputs(
         raise ValueError("q, k and v must hold numbers: they are on the meta device. Move them with .to_empty().")
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
     if k.shape[0] != B or v.shape[0] != B:
-        raise ValueError(f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}. {_LAYOUT}")
+        raise ValueError(
+            f"q, k and v must have one batch size: {B}, {k.shape[0]}, {v.shape[0]}. Expand them. {_LAYOUT}"
+        )
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(
             f"'v' must have the heads and tokens of 'k': {tuple(v.shape)} against {tuple(k.shape)}. {_LAYOUT}"
@@ -70,7 +72,9 @@ def check_inputs(
     if k.shape[3] != D:
         raise ValueError(f"'k' must have the head dim of 'q' ({D}): {k.shape[3]}. {_LAYOUT}")
     if max(D, v.shape[3]) > MAX_HEAD_DIM:
-        raise ValueError(f"the head dim must be at most {MAX_HEAD_DIM}: {max(D, v.shape[3])}. {_LAYOUT}")
+        raise ValueError(
+            f"the head dim must be at most {MAX_HEAD_DIM}: {max(D, v.shape[3])}. Attend densely instead. {_LAYOUT}"
+        )
     if Hq % Hkv:
         raise ValueError(
             f"the query heads must be a multiple of the KV heads ({Hkv}): {Hq}. Do not repeat k and v. {_LAYOUT}"

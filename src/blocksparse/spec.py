@@ -49,7 +49,9 @@ def checked_scale(scale: float) -> float:
     except OverflowError:  # an integer that is too large for a float
         value = math.inf
     if not (value == 0 or LEAST_SCALE <= abs(value) <= MOST_SCALE):
-        raise ValueError(f"'scale' must be 0 or of a magnitude from 2**-64 to 2**64: {value}")
+        raise ValueError(
+            f"'scale' must be 0 or of a magnitude from 2**-64 to 2**64: {value}. None is 1 / sqrt(D)."
+        )
     return value
 
 
@@ -97,7 +99,9 @@ def check_options(options: AttentionOptions) -> None:
 def _refuse_unknown(options: Mapping[str, object]) -> None:
     if unknown := options.keys() - AttentionOptions.__annotations__.keys():
         more = ", ".join(sorted(unknown))
-        raise TypeError(f"this call takes causal, scale, window, softcap, sinks and remaining, but no {more}")
+        raise TypeError(
+            f"this call takes causal, scale, window, softcap, sinks and remaining, but no {more}. Leave it out."
+        )
 
 
 def _as_sinks(value: Any) -> PerHead:
@@ -119,13 +123,13 @@ class AttentionSpec:
 
     Args:
         scale: factor of the logits.
-        causal: whether query `i` of M sees only the keys up to position `N - M + i` of N.
+        causal: query `i` sees only the keys up to position `N - M + i`.
         window: a sliding window in tokens. A query at position `p` sees the keys at `p - window < k <= p`, as with
             Hugging Face's `sliding_window`. None for no window.
         softcap: a logit `x`, after the scale, becomes `softcap * tanh(x / softcap)` (Gemma 2). None caps nothing.
         sinks: one more logit without a value, which enters the softmax denominator alone (GPT-OSS). One for all
-            query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax.
-            -inf, or a number below -2**100, means that the head has no sink.
+            query heads or one for each, up to 2**100. It is neither scaled nor capped. None is a plain softmax. A
+            head with -inf, or less than -2**100, has no sink.
         remaining: tokens of the prompt after the last query of the call. 0 if the call ends the prompt. Attention
             is the same for any number. Selectors that treat the end of a prompt apart need it.
 

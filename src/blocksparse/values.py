@@ -108,7 +108,7 @@ class Choice(Generic[MaskT]):
         """Refuse a choice that was made for other tensors than `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`.
 
         Raises:
-            ValueError: sizes or devices differ, or the dtypes are not both of half, single or double precision.
+            ValueError: sizes, devices or the precision of dtypes differ.
         """
         grid, device = self.mask.grid, self.mask.keep.device
         mine = grid.batch, grid.q_heads, grid.kv_heads, grid.q_len, grid.k_len, self.head_dim

@@ -758,7 +758,12 @@ def test_detach_follows_an_error() -> None:
     ("pipeline", "kwargs", "error", "sentence"),
     [
         ("pbs", {}, TypeError, "'pipeline' must be a Pipeline, HeadGroups or a Schedule: 'pbs'"),
-        ({0: SPARSE}, {}, TypeError, r"a Schedule: \{0: .*; Schedule\(None, layers=\{\.\.\.\}\) attends sparsely"),
+        (
+            {0: SPARSE},
+            {},
+            TypeError,
+            r"a Schedule: \{0: .*\. Schedule\(None, layers=\{\.\.\.\}\) attends sparsely",
+        ),
         (None, {}, TypeError, "a Schedule: None"),
         (Schedule(None, layers={2: SPARSE}), {}, ValueError, "no layer 2: the model has 2, 0 to 1"),
         (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "these of the 2 layers are named twice"),
@@ -810,7 +815,7 @@ def test_models_that_add_keys_are_an_error() -> None:
         for given, sentence in (
             (
                 mask,
-                "got 70 queries and 75 keys, and a mask of 70 queries and 70 keys: a model that adds its own keys",
+                "got 70 queries and 75 keys, and a mask of 70 queries and 70 keys. A model that adds its own keys",
             ),
             (None, "got 70 queries, 75 keys and no mask, .* A model that adds its own keys cannot run while"),
         ):

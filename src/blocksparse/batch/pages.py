@@ -139,16 +139,16 @@ class PageTable:
         count.check(request=request)
         if request >= len(self.lengths):
             raise ValueError(
-                f"'request' must be below {len(self.lengths)}, the rows of the table: {request}"
-                ". Rows count from 0."
+                f"'request' must be below {len(self.lengths)}, the rows of the table: {request}. "
+                "Rows count from 0."
             )
         N = self.lengths[request]
         needed = N * keys.shape[1] * (keys.shape[3] + values.shape[3])
         if into.numel() < needed or into.dtype != keys.dtype or not into.is_contiguous():
             raise ValueError(
                 f"'into' must be contiguous and have room for {needed} numbers of {keys.dtype}, the keys and "
-                f"values of {N} tokens: {shown(into)}"
-                ". Or call gather(), which allocates."
+                f"values of {N} tokens: {shown(into)}. "
+                "Or call gather(), which allocates."
             )
         if into.device != keys.device:
             raise ValueError(
@@ -193,8 +193,8 @@ class PageTable:
             last = max([int(pages.max()) for pages in self.pages if len(pages)], default=0)
             if last >= len(keys):
                 raise ValueError(
-                    f"'block_table' must name pages of the cache, 0 to {len(keys) - 1}: {last}"
-                    ". Give the cache that the table was made for."
+                    f"'block_table' must name pages of the cache, 0 to {len(keys) - 1}: {last}. "
+                    "Give the cache that the table was made for."
                 )
 
 

@@ -3,12 +3,12 @@
 The launches of a pipeline follow from the sizes, strides and dtypes of its inputs alone. To decide them again
 takes Python longer than a GPU takes for a short prompt. A `LaunchCapture` knows allocations, `zero_` and `copy_`
 within its buffers, and launches of our own kernels, which report themselves. A buffer is an input, or memory that
-the call allocates. A call that does anything else with a tensor than to view it cannot be captured, unless stages
-of users may run PyTorch's functions: each is then run again, and copies its results into buffers. So most
-arguments are captured as a buffer and an offset in bytes. An argument that was there before the call, such as a
-weight, is captured itself; not if stages of users run, which may get a tensor from code that is not seen. The
-capture knows the first and the last use of each buffer, so that a `LaunchGraph` allocates all of them at once,
-except the result.
+the call allocates. A call that does anything else with a tensor than to view it cannot be captured. The exception
+are stages of users that may run PyTorch's functions: each then runs again, and copies its results into buffers. So
+most arguments are captured as a buffer and an offset in bytes. An argument that was there before the call, such as
+a weight, is captured itself. Where stages of users run it is not, since they may get a tensor from code that is
+not seen. The capture knows the first and the last use of each buffer, so that a `LaunchGraph` allocates all of
+them at once, except the result.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ class KeyHistory:
         Args:
             name: name of the results. Together with `block` it identifies them.
             k: `[B, Hkv, N, D]`, all keys so far.
-            permutation: that of the call, which must leave keys in place.
+            permutation: that of the call. It must leave keys in place.
             block: tokens per block.
-            compute: gives an entry for each block of `[B, Hkv, n, D]`, `[B, Hkv, ceil(n / block), ...]`, that
+            compute: gives, of `[B, Hkv, n, D]`, an entry for each block, `[B, Hkv, ceil(n / block), ...]`. It
                 follows from the keys of the block alone. It gets the keys from the beginning of a block on.
 
         Raises:
@@ -109,10 +109,10 @@ class KeyHistory:
         return found
 
     def _check(self, k: Tensor, permutation: Permutation) -> tuple[Any, ...]:
-        """Reject keys that do not extend this history; return what they have in common."""
+        """Reject keys that do not extend this history. Return what they have in common."""
         if permutation.k_index is not None:
             raise ValueError(
-                "'history' needs keys in original order, but this permutation moves them, so that blocks "
+                "'history' needs keys in original order, but this permutation moves them. Blocks then "
                 "change from chunk to chunk. Call without 'history', or use a permuter that leaves keys in place."
             )
         B, Hkv, N, D = k.shape
@@ -155,10 +155,14 @@ def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHi
         return [cast(KeyHistory, history)]
     if not isinstance(history, Sequence) or not all(isinstance(each, KeyHistory) for each in history):
         raise TypeError(
-            f"'history' must be a sequence of KeyHistory, one for each sequence, or None: {shown(history)}"
+            f"'history' must be a sequence of KeyHistory, one for each sequence, or None: {shown(history)}. "
+            "Make a list of them."
         )
     if len(history) != len(sequences.spans):
         raise ValueError(f"'history' must have an entry per sequence ({len(sequences.spans)}): {len(history)}")
     if len(set(map(id, history))) != len(history):
-        raise ValueError("'history' must have a separate KeyHistory for each sequence: two are the same")
+        raise ValueError(
+            "'history' must have a separate KeyHistory for each sequence: two are the same. "
+            "Make one for each prompt."
+        )
     return list(history)

@@ -50,10 +50,10 @@ class MeanPoolScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     the segment of a row is forced. It takes no part in the softmax. Otherwise every visible block is scored.
 
     Args:
-        block: slots per block, on both sides unless `k_block` is given.
+        block: slots per block. On both sides unless `k_block` is given.
         k_block: slots per key block. In SpargeAttn they are half as long as query blocks.
-        padded_tail: divide the sum over a short block at the tail by the size of a whole block, as the released
-            PBS-Attn code does. By default the mean is over the tokens that exist.
+        padded_tail: divide the sum of a short last block by the size of a whole one. The released PBS-Attn code
+            does so. By default the mean is over the tokens that exist.
     """
 
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
@@ -106,7 +106,7 @@ class MeanLogitScorer(InBlocks, Scorer[GlobalPermutation, BlockLogits]):
     standard deviation (`MeanStd`). Blocks that are not visible hold -inf. Source: Sol-Attn, arXiv 2607.24027.
 
     Args:
-        block: slots per block, on both sides unless `k_block` is given.
+        block: slots per block. On both sides unless `k_block` is given.
         k_block: slots per key block.
         variance: how the variance of a row's logits is computed. With "exact" it is computed from the logits. With
             "diagonal" each channel of the mean keys counts as independent of the others, `sum_d q_d^2 Var k_d`. It
@@ -173,12 +173,12 @@ class RotaryBandScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     Args:
         band: where the band begins and ends, as shares of the `D / 2` pairs. Pairs that it cuts belong to it. With
             a head dim of 128, (0, 0.5) are the 32 fastest pairs.
-        block: slots per block, on both sides unless `k_block` is given.
+        block: slots per block. On both sides unless `k_block` is given.
         k_block: slots per key block.
-        temperature: what the logits are divided by. None measures it per head. It is the ratio of the means of the
-            band to those of all channels, times the root of the band's share of channels. These means are root
-            mean squares over all blocks and channels. It is measured over all blocks of a call. So the choice
-            depends a little on later tokens and on how a prompt is chunked.
+        temperature: divisor of the logits. None measures it per head. It is the ratio of the means of the band to
+            those of all channels, times the root of the band's share of channels. These means are root mean
+            squares over all blocks and channels. It is measured over all blocks of a call. So the choice depends a
+            little on later tokens and on how a prompt is chunked.
     """
 
     band: tuple[float, float] = field(validator=part_of_all)
@@ -205,7 +205,9 @@ class RotaryBandScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         """
         D = q.shape[3]
         if D % 2:
-            raise ValueError(f"'RotaryBandScorer' needs pairs of channels, and the head dim is odd: {D}")
+            raise ValueError(
+                f"'RotaryBandScorer' needs pairs of channels, and the head dim is odd: {D}. Pad q and k."
+            )
         first, end = math.floor(self.band[0] * (D // 2)), math.ceil(self.band[1] * (D // 2))
         grid = self.grid(q, k, permutation, spec)
         queries = block_mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows, D]
@@ -241,7 +243,7 @@ class PrefixOrderScorer(InBlocks, Scorer[Permutation, BlockMass]):
     Its softmax runs over all keys that its last query may see, and nothing is forced.
 
     Args:
-        block: slots per block, on both sides unless `k_block` is given.
+        block: slots per block. On both sides unless `k_block` is given.
         k_block: slots per key block.
     """
 
@@ -266,7 +268,7 @@ class PrefixOrderScorer(InBlocks, Scorer[Permutation, BlockMass]):
         return BlockMass(values, grid, own_segment(grid, group))
 
     def _mass(self, mean: Tensor, k: Tensor, grid: Grid, seen: Tensor, hidden: Tensor | None) -> Tensor:
-        """The mass of every block for every mean query, of keys before `seen` and behind `hidden`."""
+        """Mass of each block for each mean query. `seen` and `hidden` bound the keys."""
         B, Hq, G, _ = mean.shape
         keys = k.to(mean.dtype)
         slots = grid.k_position  # [B|1, H|1, G|1, cols * k_block]

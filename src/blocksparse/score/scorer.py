@@ -47,10 +47,10 @@ class BlockScores:
         if self.forced is None:
             return
         if self.forced.dtype != torch.bool:
-            raise TypeError(f"'forced' must be bool: {self.forced.dtype}")
+            raise TypeError(f"'forced' must be bool: {self.forced.dtype}. Convert it with .bool().")
         its = tuple(self.forced.shape)
         if its[2:] != shape[2:] or len(its) != 4 or its[0] not in (1, shape[0]) or its[1] not in (1, shape[1]):
-            raise ValueError(f"'forced' must have the shape [B|1, Hq|1, rows, cols] of {shape}: {its}")
+            raise ValueError(f"'forced' must have the shape [B|1, Hq|1, rows, cols] of {shape}: {its}. Expand it.")
 
 
 @frozen(eq=False)
@@ -79,7 +79,8 @@ class BlockLogits(BlockScores):
         if self.variance.shape != self.values.shape[:3]:
             its = tuple(self.variance.shape)
             raise ValueError(
-                f"'variance' must have the shape [B, Hq, rows] = {tuple(self.values.shape[:3])}: {its}"
+                f"'variance' must have the shape [B, Hq, rows] = {tuple(self.values.shape[:3])}: {its}. "
+                "Give one per row."
             )
 
 

@@ -68,15 +68,15 @@ class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     Args:
         stride: side of a cell.
         block: slots per block, a multiple of `stride`. On both sides unless `k_block` is given.
-        k_block: slots per key block, a multiple of `stride`.
+        k_block: slots per key block. A multiple of `stride`.
         pattern: the pairs of a cell that count: its "antidiagonal", its main diagonal ("slash"), or all of them
             ("sum"). With "sum", the mean query and the mean key of each cell are rounded to the dtype of `q` and
-            multiplied, which takes a `stride`-th of the multiplications.
-        forced: force the block of token 0 and the diagonal, and count their mass, as in XAttention. `False` leaves
+            multiplied. `stride` times fewer multiplications do.
+        forced: force the block of token 0 and the diagonal. Their mass counts, as in XAttention. `False` leaves
             both to the selector. Some permuters keep keys inside segments of whole blocks, such as
             `SegmentKeySort`. After these, `False` also forces the segment that a causal row lies in, and leaves it
             out of the softmax, as in PBS-Attn. Not causal: nothing is forced, as in the released code.
-        padded_tail: leave the empty slots of a short cell at zero, as the released code does.
+        padded_tail: leave empty slots of a short cell at zero. The released code does so.
         normalize: take a softmax for each query cell, as XAttention does. `False` takes one for all query cells of
             a row of blocks together, so that a cell counts by the size of its weights. A block's mass is then the
             sum of `exp(logit)` over its pairs of cells, as a share of the row's (SubBlock of SGLang). A row holds
@@ -246,10 +246,10 @@ class FlattenMaxPoolScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         block: slots per block, on both sides unless `k_block` is given.
         g: slots per group. Divides the blocks.
         k_block: slots per key block.
-        per_token: divide each product by the number of slots that have a token in both groups, which makes it a
-            mean logit.
-        padded_tail: let pairs that take no part score 0, as zero padding does in the released code. A 0 wins where
-            all real products of a block are below 0.
+        per_token: divide each product by the number of slots with a token in both groups. This makes it a mean
+            logit.
+        padded_tail: pairs that take no part score 0. Zero padding does so in the released code. A 0 wins where all
+            real products of a block are below 0.
     """
 
     block: int = field(default=256, converter=whole, validator=block_size)
@@ -304,10 +304,10 @@ class OutputAwareScorer(InBlocks, ValueScorer[GlobalPermutation, BlockLogits]):
     Args:
         stride: side of a cell.
         block: slots per block, a multiple of `stride`. On both sides unless `k_block` is given.
-        k_block: slots per key block, a multiple of `stride`.
+        k_block: slots per key block. A multiple of `stride`.
         weight: what a deviation of the logs of lengths adds to a logit.
-        lengths: the mean and the deviation of the logs of lengths. None measures them over the whole cells of each
-            KV head in each call. The choice then depends a little on later tokens and on how a prompt is chunked.
+        lengths: mean and deviation of these logs. None measures them over the whole cells of each KV head in each
+            call. The choice then depends a little on later tokens and on how a prompt is chunked.
     """
 
     stride: int = field(default=8, converter=whole, validator=block_size)
@@ -334,7 +334,7 @@ class OutputAwareScorer(InBlocks, ValueScorer[GlobalPermutation, BlockLogits]):
         return BlockLogits(logits.masked_fill(~grid.visible, float("-inf")), grid)
 
     def _bonus(self, v: Tensor, block: int) -> Tensor:
-        """Bonus of each block for long values, `[B, H, cols]`, from `v` `[B, H, N, Dv]` in slots."""
+        """Bonus `[B, H, cols]` of blocks for long values in `v` `[B, H, N, Dv]`."""
         length = torch.linalg.vector_norm(v, dim=3, keepdim=True, dtype=wide_dtype(v))
         logs = (strided_view(length, self.stride, 0).amax((3, 4)) + _LEAST).log()  # [B, H, cells]
         if self.lengths is None:

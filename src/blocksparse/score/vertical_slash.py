@@ -99,8 +99,8 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
     Args:
         block: slots per block, on both sides.
         last_q: how many of the last queries are measured. `block` if None, as in FlexPrefill. MInference takes 64.
-        pooled: compute `values` from pooled queries and keys. `False` leaves them 0, which takes no memory, for
-            selectors that look only at lines.
+        pooled: compute `values` from pooled queries and keys. `False` leaves them 0, for selectors that look only
+            at lines. It takes no memory.
         tau: compute `values` only in heads whose divergence is below this, and leave them 0 in others. A number,
             or one per query head. `RoutedByDivergence` must have the same `tau`. None means all heads. Of those
             others a GPU then reads only the last queries.

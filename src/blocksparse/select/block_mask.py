@@ -35,7 +35,7 @@ class BlockMask:
     def __attrs_post_init__(self) -> None:
         grid, its = self.grid, self.keep.shape
         if self.keep.dtype != torch.bool:
-            raise TypeError(f"'keep' must be bool: {self.keep.dtype}")
+            raise TypeError(f"'keep' must be bool: {self.keep.dtype}. Use .bool().")
         shape = grid.batch, grid.q_heads, grid.rows, grid.cols
         if its != shape and its != (shape[0], grid.kv_heads, *shape[2:]):
             raise ValueError(
@@ -147,7 +147,7 @@ class BlockMask:
         """Mask of the keys that each query of one row attends to, `[B, Hq, m, N]` bool.
 
         Queries come in the order of `queries(row)`, keys in original order. This is slow and takes memory for all
-        pairs of the row; it is meant for tests, measurements and pictures.
+        pairs of the row. It is meant for tests, measurements and pictures.
         """
         grid, slots, query = self.grid, self.slots(row), self.queries(row)
         taken = slots.masked_fill(~self.per_query_head()[:, :, row].unsqueeze(-1), -1).flatten(-2).long()
@@ -158,7 +158,7 @@ class BlockMask:
 
     def _check_row(self, row: int) -> None:
         if not is_whole(row):
-            raise TypeError(f"'row' must be a whole number: {shown(row)}")
+            raise TypeError(f"'row' must be a whole number: {shown(row)}. Rows count from 0.")
         if not 0 <= row < self.grid.rows:
             raise ValueError(f"'row' must be from 0 to {self.grid.rows - 1}, the rows of this mask: {shown(row)}")
 
@@ -174,8 +174,8 @@ class BlockMask:
             )
         if not self.grid.same_blocks(other.grid):
             raise ValueError(
-                "masks must share a grid: these were cut from different permutations, so that the same block "
-                "means other tokens. Score both with one permutation."
+                "masks must share a grid: these were cut from different permutations. One block "
+                "means other tokens in each. Score both with one permutation."
             )
 
 

@@ -102,9 +102,9 @@ class Stride(PositionSelector):
 
     Args:
         eta: distance between the kept blocks of a row.
-        seed: seed of the offsets, in [0, 2^32).
-        released: use the linear rule of the authors' code: `131 i + 17 j + seed` must be a multiple of `eta`. Rows
-            are counted from the start of the chunk. If `eta` is a multiple of 17, most rows keep nothing, and the
+        seed: seed of the offsets. From 0 to 2^32 - 1.
+        released: the linear rule of the authors' code. `131 i + 17 j + seed` must be a multiple of `eta`. Rows are
+            counted from the start of the chunk. If `eta` is a multiple of 17, most rows keep nothing, and the
             others keep one block of every `eta / 17`.
     """
 
@@ -199,7 +199,7 @@ class Random(PositionSelector):
 
     Args:
         rho: probability in [0, 1]. A number, or one per query head. A larger one keeps the same blocks and more.
-        seed: seed of the draws, in [0, 2^32).
+        seed: seed of the draws. From 0 to 2^32 - 1.
         released: use the linear rule of the authors' code, with rows counted from the start of the chunk. It keeps
             runs of neighbouring blocks, and nearby seeds keep mostly the same blocks.
     """

@@ -30,8 +30,8 @@ class SelectorTraits:
     Args:
         heads: its `__call__` takes `heads` too, a `HeadMask`: the heads that need a mask. Entries of others may be
             anything.
-        always: it takes `always` too, `AlwaysKept`: further blocks to keep for their position.
-        mask: it takes `mask` too, a `BlockMask`: further blocks to keep, those of another selector.
+        always: it takes `always` too. `AlwaysKept` are further blocks to keep for their position.
+        mask: it takes `mask` too. A `BlockMask` has further blocks to keep, those of another selector.
         reads_values: it reads `scores.values` itself. False promises that it does so at most through the selectors
             in its fields. A scorer may then leave out values of heads.
     """

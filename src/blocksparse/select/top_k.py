@@ -40,11 +40,11 @@ class TopK(Selector[BlockScores, BlockMask]):
     Args:
         k: blocks per row, at least 1.
         share: share of the row's visible blocks, in (0, 1]. A number, or one per query head.
-        forced_first: count forced blocks and the diagonal first, so that a row keeps more blocks than its number
-            only if these alone are more. With `False` forced blocks are added to that number, and the diagonal is
-            ranked by its value (SpargeAttn's top-k).
-        of_all_keys: take the share of all key blocks, visible or not, rounded down but at least 1, as
-            SpargeAttn's released code does. Causal rows then keep more than that share of their visible blocks.
+        forced_first: count forced blocks and the diagonal first. A row keeps more blocks than its number only if
+            these alone are more. With `False` forced blocks are added to that number, and the diagonal is ranked
+            by its value (SpargeAttn's top-k).
+        of_all_keys: take the share of all key blocks, visible or not. Rounded down but at least 1, as SpargeAttn's
+            released code does. Causal rows then keep more than that share of their visible blocks.
     """
 
     k: int | None = field(default=None, converter=maybe_whole, validator=optional(size))
@@ -54,7 +54,9 @@ class TopK(Selector[BlockScores, BlockMask]):
 
     def __attrs_post_init__(self) -> None:
         if (self.k is None) == (self.share is None):
-            raise ValueError(f"'TopK' takes either 'k' or 'share': k={self.k}, share={self.share}")
+            raise ValueError(
+                f"'TopK' takes either 'k' or 'share': k={self.k}, share={self.share}. Give one of them."
+            )
         if self.of_all_keys and self.share is None:
             raise ValueError(
                 "'of_all_keys' applies to 'share' alone. Give 'share' in place of 'k', or leave 'of_all_keys' out."
@@ -96,9 +98,9 @@ class DecayingTopK(Selector[BlockScores, BlockMask]):
     any case. A call for a chunk needs `remaining`, by which it knows the last row. Source: Stem, arXiv 2603.06274.
 
     Args:
-        k: blocks per row, at least 1. None is Stem's rule for `n` blocks of keys: all of them below 56, `0.2 n +
+        k: blocks per row, at least 1. None is Stem's rule for `n` blocks of keys. All of them below 56, `0.2 n +
             30` below 160, and `0.1 n + 30` from there on.
-        decay: the share of `k` that the last row keeps, in (0, 1].
+        decay: share of `k` that the last row keeps. In (0, 1].
     """
 
     k: int | None = field(default=None, converter=maybe_whole, validator=optional(size))
@@ -191,6 +193,6 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
 
 
 def _sum(x: Tensor, where: Tensor) -> Tensor:
-    """The sum of each row over the blocks `where`, in float64, so that its order hardly matters."""
+    """Sum of each row over the blocks `where`. In float64 its order hardly matters."""
     total: Tensor = x.where(where, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
     return total

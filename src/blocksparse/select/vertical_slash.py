@@ -56,7 +56,7 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
         slash: how many distances. A number, or one per query head.
         sink: how many of the first keys are forced. If the budget is smaller, the lowest ones are.
         recent: how many of the nearest distances are forced. If the budget is smaller, the nearest ones are. Every
-            causal query that sees one of the last `recent` keys then keeps it, so these keys are not chosen as
+            causal query that sees one of the last `recent` keys then keeps it. These keys are not chosen as
             columns.
         released: choose by the rule of the authors' code, which is for keys in original order. The budgets are at
             least 30 keys and 50 distances, and keys near the end may use up the vertical budget. The keys at a
@@ -177,7 +177,10 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
     @max_budget.validator
     def _budgets_are_in_order(self, _: object, most: int | None) -> None:
         if most is not None and most < self.min_budget:
-            raise ValueError(f"'max_budget' must be at least 'min_budget' ({self.min_budget}): {most}")
+            raise ValueError(
+                f"'max_budget' must be at least 'min_budget' ({self.min_budget}): {most}. "
+                "Raise it, or leave it out."
+            )
 
     traits = SelectorTraits(heads=True, mask=True, reads_values=False)
     by_row = _BY_LAST_QUERIES
@@ -225,7 +228,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         return keep_visible(keep | (mass >= 1).unsqueeze(-1), grid, always=AlwaysKept(first=1), diagonal=True)
 
     def _blocks(self, block: int) -> tuple[int, int | None]:
-        """`min_budget` and `max_budget` in blocks, rounded up; None for no limit."""
+        """Both budgets in blocks, rounded up. None for no limit."""
         least, most = (None if x is None else cdiv(min(x, FAR), block) for x in (self.min_budget, self.max_budget))
         return least or 0, most
 

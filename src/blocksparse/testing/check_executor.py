@@ -54,7 +54,7 @@ def check_executor(
     Args:
         causal: whether calls are causal. None for both kinds.
         lengths: `(N, M)`, the keys and queries of each case.
-        block: slots per block of the masks, on both sides.
+        block: slots per block of the masks. On both sides.
         relative_error: bound on `sum|o - o'| / sum|o'|` for an executor that approximates. None asks for the
             budget of `assert_within_budget`.
 
@@ -151,8 +151,8 @@ class _Call:
         except ValueError:
             return
         raise AssertionError(
-            "unsupported() gives reasons against these inputs, but the executor ran them; begin __call__ with "
-            "self.check(...)"
+            "unsupported() gives reasons against these inputs, but the executor ran them. Begin __call__ with "
+            "self.check(...)."
         )
 
     def check_meaning(self) -> None:
@@ -204,7 +204,7 @@ class _Call:
             require(same, f"key {j}, when NaN, reaches queries that do not attend to it")
 
     def check_causality(self, case: Case) -> None:
-        """Require that, with the same mask, other tokens after a query change no bit of its output."""
+        """Require that later tokens change no bit of a query's output, with one mask."""
         t = case.N - (case.M + 1) // 2  # the position from which tokens change
         if not case.causal or t <= case.N - case.M:
             return

@@ -101,8 +101,8 @@ def check_scorer(
     Args:
         causal: whether calls are causal. None for both kinds.
         lengths: `(N, M)`, the keys and queries of each case.
-        asks_last_queries: the scores are made with the last queries of a call, and so depend on where a prompt
-            ends and how it is chunked. Then nothing is checked with cut, changed or chunked prompts.
+        asks_last_queries: scores come from the last queries of a call. They depend on where a prompt ends and how
+            it is chunked. Then nothing is checked with cut, changed or chunked prompts.
 
     Raises:
         AssertionError: says in one sentence what is wrong and in which case.
@@ -242,7 +242,7 @@ def _check_needs_values(scorer: ValueScorer[Any, Any], device: str) -> None:
         scorer(q, k, in_place, spec)
     except ValueError:
         return
-    raise AssertionError(f"{scorer!r}: a call without values must be refused")
+    raise AssertionError(f"{scorer!r}: a call without values must be refused. Raise an error then.")
 
 
 def _close(mine: Tensor, its: Tensor, where: Tensor | bool = True) -> bool:

@@ -159,9 +159,9 @@ def assert_within_budget(got: Tensor, want: Tensor, yardstick: Tensor, *, least:
 
     Args:
         got: the result to test, in its own precision.
-        want: the true result in float64, from the same low-precision inputs.
+        want: the true result in float64. From the same low-precision inputs.
         yardstick: the result of plain torch in the precision of `got`.
-        least: an error that plain torch may have on other rows, where those of `yardstick` are too few to tell.
+        least: an error that plain torch may have on other rows. For rows too few to tell.
 
     Raises:
         AssertionError: the error is over the budget, or `got` and `want` are not finite in the same places, or
@@ -172,12 +172,17 @@ def assert_within_budget(got: Tensor, want: Tensor, yardstick: Tensor, *, least:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"'{name}' must be a floating-point tensor: {shown(x)}")
     if yardstick.shape != got.shape:
-        raise ValueError(f"'yardstick' must have the shape of 'got' {list(got.shape)}: {list(yardstick.shape)}")
+        raise ValueError(
+            f"'yardstick' must have the shape of 'got' {list(got.shape)}: {list(yardstick.shape)}. "
+            "Compute both of one call."
+        )
     if got.shape != want.shape:
         raise AssertionError(f"shapes differ: {tuple(got.shape)} against {tuple(want.shape)}")
     finite = want.isfinite()
     if not bool((got.isfinite() == finite).all()):
-        raise AssertionError("finite and non-finite values are not where they should be")
+        raise AssertionError(
+            "finite and non-finite values are not where they should be. Look for NaN and overflow."
+        )
     error, plain = (
         float((x.double() - want)[finite].abs().max()) if bool(finite.any()) else 0.0 for x in (got, yardstick)
     )

@@ -114,14 +114,14 @@ class _Constants:
 
 @gluon.constexpr_function
 def _row_layout(D, rows):
-    """A layout of `[rows, D]` in which four warps read and write whole rows, each thread 16 bytes at a time."""
+    """A layout of `[rows, D]` for four warps, in which each thread reads and writes 16 bytes of a row."""
     lanes = D // 8
     return gl.BlockedLayout([max(rows * lanes // 128, 1), 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _masked(scores, last, slots):
-    """-inf where a slot holds no key, or one after the last that the query may see."""
+    """`-inf` where a slot holds no key, or one after the last that the query may see."""
     position = slots.load(gl.SliceLayout(0, scores.type.layout))
     return gl.where(position[None, :] <= last[:, None], scores, float("-inf"))
 

@@ -288,7 +288,7 @@ def _workshop(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process compiles the same; where files cannot be locked or written, do not wait."""
+    """Wait until no other process compiles the same. Do not wait where files cannot be locked or written."""
     import fcntl  # not on Windows, where nothing comes here
 
     try:

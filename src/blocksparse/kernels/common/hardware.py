@@ -149,13 +149,13 @@ def needed(
     """Bytes of shared memory of a program that multiplies tiles in a loop.
 
     Args:
-        held: bytes of the tile that is loaded once, and multiplied in every step.
+        held: bytes of the tile that is loaded once. It is multiplied in every step.
         loaded: bytes of each tile that every step loads.
-        stages: `num_stages`, over how many steps the compiler spreads a load and the product that waits for it.
-        between: bytes of a tile that changes hands between threads within a step.
-        then: the same of one that does so when the products of a step are done.
-        single: whether these are numbers of fp32, which are multiplied in two parts on NVIDIA's GPUs.
-        second: whether what is held is the second operand, which AMD's kernels keep in shared memory as well.
+        stages: `num_stages`. The compiler spreads a load and the product that waits for it over so many steps.
+        between: bytes of a tile that threads exchange within a step.
+        then: the same, when its products are done. 0 if there is none.
+        single: whether these are numbers of fp32. NVIDIA's GPUs multiply them in two parts.
+        second: whether the second operand is held. AMD's kernels keep it in shared memory as well.
     """
     if single and hardware.is_nvidia:
         held, between, then = 2 * held, 2 * between, 2 * then

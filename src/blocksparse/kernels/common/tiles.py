@@ -33,11 +33,11 @@ class TritonTiles:
     """Launch settings of the portable kernel.
 
     Args:
-        block_m: queries in a tile of queries: a power of two, at least 16, that divides the mask's query block.
-        block_n: keys in a tile of keys: a power of two, at least 16, that divides the mask's key block.
+        block_m: queries in a tile. A power of two, at least 16, that divides the mask's query block.
+        block_n: keys in a tile. A power of two, at least 16, that divides the mask's key block.
         num_warps: warps per program.
         num_stages: tiles of keys and of values whose loads are in flight at a time.
-        tma: load keys and values through tensor descriptors, where the hardware and the tensors allow it.
+        tma: load keys and values through tensor descriptors. The hardware and the tensors must allow it.
     """
 
     block_m: int = field(converter=whole, validator=size)
@@ -68,7 +68,7 @@ class HopperTiles:
         consumers: warp groups that compute, 1 or 2. Each computes 64 queries of a tile of queries.
         block_n: keys in a tile of keys, 64 or 128. Several narrower blocks share one tile. With `Int8Executor`
             only two blocks of 64 keys can.
-        num_stages: tiles of keys, and as many of values, that shared memory holds at a time.
+        num_stages: tiles of keys that shared memory holds at a time. As many of values.
         per_sm: programs that run on a multiprocessor at a time.
     """
 

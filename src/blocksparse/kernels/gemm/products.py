@@ -106,7 +106,7 @@ def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool 
     """`out` `[B, H, M, Dv]` of the dtype of q, and lse `[B, H, M]`.
 
     Args:
-        q: `[B, H, M, D]` on a CPU, in fp32, float64 or bf16, as k and v.
+        q: `[B, H, M, D]` on a CPU. In fp32, float64 or bf16, as k and v.
         k: `[B, H, N, D]`, at least one key, and M keys when causal.
         v: `[B, H, N, Dv]`.
     """

@@ -101,8 +101,8 @@ def split_kv(
     """How the lists of a launch are split, or None where they are not.
 
     Args:
-        batch: the number of batch entries and of query heads.
-        keys: the number of KV heads and of keys.
+        batch: numbers of batch entries and query heads.
+        keys: numbers of KV heads and keys.
         head_dim: that of values.
         tile: queries in a tile of queries.
     """

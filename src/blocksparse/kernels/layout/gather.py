@@ -79,7 +79,7 @@ def gather_pages(keys: Tensor, values: Tensor, pages: Tensor, k: Tensor, v: Tens
     Args:
         keys: the cache of one layer, `[pages, Hkv, page_size, D]`.
         values: `[pages, Hkv, page_size, Dv]`.
-        pages: `[at least ceil(N / page_size)]` int32 or int64, contiguous, the pages of the request in order.
+        pages: `[at least ceil(N / page_size)]` int32 or int64, contiguous. Pages of the request in order.
     """
     N, page_size = k.shape[2], keys.shape[2]
     used = pages[: -(-N // page_size)].long()

@@ -64,9 +64,9 @@ def block_bounds(q_position: Tensor, k_position: Tensor, q_block: int, k_block: 
     """Bounds of the blocks of queries and keys.
 
     Args:
-        q_position: `[B|1, H|1, rows * q_block]` int32, -1 where empty.
+        q_position: `[B|1, H|1, rows * q_block]` int32. -1 where empty.
         k_position: `[B|1, H|1, G, cols * k_block]` int32, -1 where empty.
-        heads: heads of the result if `H` is more than 1. A multiple of `H`, and heads are repeated.
+        heads: heads of the result if `H` exceeds 1. A multiple of `H`, and heads are repeated.
 
     Returns:
         `q_first`, `q_last` `[B|1, heads|1, rows, 1]`, `k_first`, `k_last` `[B|1, heads|1, G, cols]` int32, and

@@ -68,7 +68,7 @@ def keep_visible(
     Args:
         keep: bool, each entry for `n` x `n` blocks of `grid`: `[B|1, H|1, ceil((rows + skipped) / n), ceil(cols / n)]`.
             If `n` is 1, its last axes may be 1, and those before them may be missing. None chooses no block.
-        skipped: rows of blocks at the start of `keep` that are not part of `grid`.
+        skipped: first rows of `keep` that are not part of `grid`.
         always: further blocks that are chosen by position.
         segment: a number of tokens. The blocks of `grid.own_segment(segment)` are chosen, too.
         diagonal: the blocks of `grid.diagonal` are chosen, too.

@@ -45,7 +45,7 @@ def key_importance(
         last_q: how many of the last queries vote. All of them where there are fewer.
         seen: keys from this one on weigh nothing.
         causal: nor do keys after the query.
-        per_query_head: average each query head by itself, `[B, Hq, P, N]`.
+        per_query_head: average each query head. `[B, Hq, P, N]`.
     """
     # One KV head after another, so that fewer numbers are held at a time; it is one part.
     Hkv, N, P = k.shape[1], k.shape[2], min(last_q, q.shape[2])

@@ -64,7 +64,7 @@ def int8_query_tiles(
         index: `[B, Hq|1, M]` int32, the query in each slot. None leaves queries in place.
         mean: `[B, Hkv, D]` fp32, subtracted from the keys. Every logit of a query drops by `scale * q . mean`, with the
             query as it was rounded.
-        scale: what products are multiplied by to become logits.
+        scale: factor from products to logits.
         early: queries of `q` before this one lose 0.
     """
     index = None if index is None else index.expand(*q.shape[:2], -1)
@@ -86,7 +86,7 @@ def int8_key_tiles(
         k: `[B, Hkv, N, D]`. `Hkv` divides `H`.
         index: `[B, H, slots]` int32, the key in each slot. None leaves keys in place.
         tile: slots per tile.
-        mean: `[B, Hkv, D]` fp32, subtracted from the keys that have a scale per group.
+        mean: `[B, Hkv, D]` fp32. It is subtracted from the keys that have a scale per group.
     """
     plain = smooth = rotated(in_slot_order(k, index))
     if mean is not None:
@@ -102,7 +102,8 @@ def int8_key_tiles(
 
 @on_gpus(*FLOATS)
 def fp8_value_tiles(v: Tensor, index: Tensor | None, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """fp8 `[B, 2 * H, D, slots]` of `v`, log2 of groups' scales `[B, H, tiles, 4]`, and of tokens' `[B, 2 * H, slots]`, fp32.
+    """`v` in fp8 `[B, 2 * H, D, slots]`, log2 of groups' scales `[B, H, tiles, 4]`, and of tokens' `[B, 2 * H,
+    slots]`, fp32.
 
     Values are `[D, slots]`, as Hopper's 8-bit products want their second operand, with zeros up to a multiple of 16 slots.
     Every 16 slots stand in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. Weights that the product of queries and keys

@@ -40,7 +40,7 @@ _SMALLEST = 1e-30  # tokens without a larger entry count as zero
 
 
 def int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 `[..., N, D]` and scales `[..., N]` of `x` `[..., N, D]`: the largest entry becomes 127, ties go to even."""
+    """`x` `[..., N, D]` in int8, and scales `[..., N]`. The largest entry becomes 127, and ties go to even."""
     x = x.float()
     return _int8(x, _scale(x.abs().amax(-1), INT8_LIMIT))
 
@@ -61,7 +61,7 @@ def int8_per_block(x: Tensor, block: int, lead: int = 0) -> tuple[Tensor, Tensor
 
 
 def fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 `[..., N, D]` and scales `[..., N]` of `x` `[..., N, D]`: the largest entry becomes 448."""
+    """`x` `[..., N, D]` in fp8, and scales `[..., N]`. The largest entry becomes 448."""
     x = x.float()
     scale = _scale(x.abs().amax(-1), FP8_LIMIT)
     return (x / _divisor(scale)).clamp(-FP8_LIMIT, FP8_LIMIT).to(torch.float8_e4m3fn), scale
@@ -85,7 +85,7 @@ def _scale(largest: Tensor, limit: float) -> Tensor:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """The divisor of entries: infinity where the scale is 0, so that they become 0."""
+    """The divisor of entries. Infinity where the scale is 0: they become 0."""
     return scale.masked_fill(scale == 0, torch.inf).unsqueeze(-1)
 
 
@@ -104,17 +104,18 @@ def int8_queries(
     scale: float = 1.0,
     plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """int8 `[B, Hq, M, D]` of `q` `[B, Hq, M, D]` in slot order, scales `[B, Hq, M]` fp32, and what `mean` takes.
+    """`q` `[B, Hq, M, D]` in int8 in slot order, scales `[B, Hq, M]` fp32, and what `mean` takes.
 
     Args:
         index: `[B, Hq, M]` int32, the query in each slot. None leaves queries in place.
         block: places per row of the mask.
-        lead: empty places before the first slot in row 0, fewer than `block`.
+        lead: empty places before the first slot in row 0. Fewer than `block`.
         shared: the slots of a row of the mask share one scale.
-        mean: `[B, Hkv, D]` fp32, subtracted from the keys. Every logit of a query drops by `scale * q . mean`, which is
-            returned, `[B, Hq, M]` fp32.
-        scale: what products are multiplied by to become logits.
-        plain: `[B|1, Hq|1, rows]` int32, not 0 for rows that read keys which keep their mean: their queries lose 0.
+        mean: `[B, Hkv, D]` fp32. It is subtracted from the keys. Every logit of a query drops by `scale * q .
+            mean`. This is returned, `[B, Hq, M]` fp32.
+        scale: factor from products to logits.
+        plain: `[B|1, Hq|1, rows]` int32. Not 0 for rows that read keys which keep their mean: their queries drop
+            by 0.
     """
     q, empty, taken = in_slot_order(q, index), None if index is None else index < 0, None
     if mean is not None:
@@ -129,15 +130,15 @@ def int8_queries(
 def int8_keys(
     k: Tensor, index: Tensor | None, block: int, shared: bool, mean: Tensor | None = None, plain_below: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """int8 `[B, H, slots, D]` of `k` `[B, Hkv, N, D]` less its mean, and scales `[B, H, slots]` fp32.
+    """`k` `[B, Hkv, N, D]` less its mean in int8 `[B, H, slots, D]`, and scales `[B, H, slots]` fp32.
 
     Args:
         index: `[B, H, slots]` int32, the key in each slot. `Hkv` divides `H`. None leaves keys in place.
         block: slots that share a scale if `shared`.
         shared: whether the slots of a block share one scale.
-        mean: `[B, Hkv, D]` fp32, subtracted before rounding.
-        plain_below: if not 0, `H` more heads follow, rounded without subtracting the mean: `[B, 2 * H, slots, D]`. In them a
-            block without any key before this one may hold anything: no kernel reads it.
+        mean: `[B, Hkv, D]` fp32. Subtracted before rounding.
+        plain_below: if not 0, `H` more heads follow, `[B, 2 * H, slots, D]`. They keep the mean. In them a block
+            without any key before this one may hold anything: no kernel reads it.
     """
     k, empty = in_slot_order(k, index), None if index is None else index < 0
     smooth = k if mean is None else k.float() - mean.repeat_interleave(k.shape[1] // mean.shape[1], 1).unsqueeze(2)
@@ -148,7 +149,7 @@ def int8_keys(
 
 
 def in_slot_order(x: Tensor, index: Tensor | None) -> Tensor:
-    """Tokens of `x` `[B, Hx, N, D]` by `index` `[B, H, slots]`, zeros in empty slots; `x` itself without an index."""
+    """Tokens of `x` `[B, Hx, N, D]` by `index` `[B, H, slots]`, zeros in empty slots. Without an index, `x` itself."""
     if index is None:
         return x
     return gather_rows.reference(x, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
@@ -161,7 +162,7 @@ def _rounded(x: Tensor, empty: Tensor | None, block: int, lead: int, shared: boo
 
 @on_gpus(*FLOATS)
 def fp8_values(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """fp8 `[B, H, slots, D]` of `v` `[B, Hkv, N, D]` in slot order, and scales `[B, H, slots]` fp32.
+    """`v` `[B, Hkv, N, D]` in fp8 in slot order `[B, H, slots, D]`, and scales `[B, H, slots]` fp32.
 
     Args:
         index: `[B, H, slots]` int32, the value in each slot. `Hkv` divides `H`. None leaves values in place.

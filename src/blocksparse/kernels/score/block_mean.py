@@ -36,8 +36,8 @@ def block_mean(
 
     Args:
         block: slots per block.
-        lead: empty places before the first token in block 0, fewer than `block`.
-        padded_tail: divide the sum of a short block by the slots of a whole block instead of by its tokens.
+        lead: empty places before the first token in block 0. Fewer than `block`.
+        padded_tail: divide the sum of a short block by `block` instead of by its tokens.
         index: `[B, H, N]` int32, the token in each slot. `Hx` divides `H`.
         heads: those whose means are asked for. In the others entries have no meaning.
     """

@@ -43,7 +43,7 @@ def block_softmax(
 
     Args:
         scale: a positive number that logits are multiplied by.
-        segment: also leave out the row's own segment, if segments have this many positions.
+        segment: also leave out the row's own segment. Segments have this many positions.
         heads: without a segment, those whose mass is asked for. In the others it is 0.
 
     Returns:

@@ -59,7 +59,7 @@ def strided_mass(
         of: the cells, with the last position of each query cell.
         first_cell: index of the first query cell in the whole prompt.
         segment: cells per segment. A query cell then looks at earlier segments only.
-        joint: take one softmax over the pairs of all query cells of a row of blocks, not one for each query cell.
+        joint: take one softmax over all query cells of a row of blocks. Otherwise each query cell has one.
     """
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
     q_filler, k_filler = (

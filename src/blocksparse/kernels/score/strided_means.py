@@ -44,10 +44,10 @@ def strided_means(
 
     Args:
         slots: tokens per cell.
-        lead: empty slots before the first query in its cell, fewer than `slots`.
+        lead: empty slots before the first query in its cell. Fewer than `slots`.
         padded_tail: divide the sum of a short cell by `slots` instead of by its tokens.
-        q_index: `[B, Hq, M]` int32, the query in each slot.
-        k_index: `[B, H, N]` int32, the key in each slot. `Hkv` divides `H`.
+        q_index: query in each slot. `[B, Hq, M]` int32.
+        k_index: key in each slot. `[B, H, N]` int32. `Hkv` divides `H`.
     """
     return strided_mean.reference(q, slots, lead, padded_tail, q_index), strided_mean.reference(
         k, slots, 0, padded_tail, k_index
@@ -88,7 +88,7 @@ def group_max(q: Tensor, k: Tensor, of: StridedPooling, *, first_row: int, per_t
     Args:
         q: `[B, Hq, M, D]`, in slot order.
         k: `[B, H, N, D]`, in slot order. H divides Hq.
-        of: the groups, as cells, with the last position of each row of blocks.
+        of: the groups, as cells. With the last position of each row of blocks.
         first_row: index of row 0 in the whole prompt.
         per_token: divide a product by the number of places that have a token in both groups.
     """

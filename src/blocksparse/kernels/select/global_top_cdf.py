@@ -35,7 +35,7 @@ def global_top_cdf(
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case, but ranked and counted as other blocks are.
         mass: `[1, H|1, 1, 1]` float64, in (0, 1]. It is rounded to fp32, as shares are. 1 keeps what is visible.
-        crossing: also keep the block that takes the sum from below the target to the target or above it.
+        crossing: also keep the block with which the sum reaches the target.
         heads: those whose mask is asked for. In the others entries have no meaning.
     """
     mass, visible = mass.float(), grid.visible

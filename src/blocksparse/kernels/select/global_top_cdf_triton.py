@@ -128,7 +128,7 @@ def _heaviest(
 
 @triton.jit
 def _key(ticks):
-    """0 for no tick, and else a number from 1 to 2^28 that grows with the ticks."""
+    """A number from 1 to 2^28 that grows with the ticks. 0 for no tick."""
     return tl.maximum(ticks.to(tl.int32, bitcast=True) - (_ONE - 1), 0)
 
 

@@ -90,8 +90,8 @@ def top_cdf(
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept and counted first.
         mass: a number, or `[1, H|1, 1, 1]`, in (0, 1]. It is rounded to fp32, as shares are. 1 keeps what is visible.
-        crossing: also keep the block that takes the sum from below the target to the target or above it. Without it,
-            the heaviest block that is not forced is kept in any case.
+        crossing: also keep the block with which the sum reaches the target. Without it, the heaviest block that is
+            not forced is kept in any case.
         always: further blocks to keep, by position.
     """
     if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:

@@ -42,7 +42,7 @@ def top_k(
     Args:
         forced: `[B|1, H|1, rows|1, cols|1]` bool, kept in any case.
         k: blocks per row, a number or one for each row `[rows, 1]`. None if `share` says how many.
-        share: `[1, H|1, 1, 1]` float64, of the row's visible blocks, rounded up.
+        share: `[1, H|1, 1, 1]` float64. Of the row's visible blocks, rounded up.
         forced_first: count forced blocks and the diagonal among the number, before all others. Else forced blocks
             come on top of it, and the diagonal ranks by its value.
         of_all_keys: the share is that of all columns, rounded down, but at least 1.

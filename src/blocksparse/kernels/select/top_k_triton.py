@@ -66,7 +66,7 @@ def cut(key, weight, low, high, above_low, target, BY_KEY: tl.constexpr):
         key: int32 `[ROWS, COLS]`.
         weight: fp32 `[ROWS, COLS]`: all 1; or, with `BY_KEY`, numbers that are not negative and whose bits are the key.
         low, high: int32 `[ROWS, 1]`. The key that is sought is above `low`, and no key is above `high`.
-        above_low: fp32 `[ROWS, 1]`, the weight of the keys above `low`, or more.
+        above_low: fp32 `[ROWS, 1]`. The weight of the keys above `low`, or more.
         target: fp32 `[ROWS, 1]`.
     """
     above_high = tl.zeros_like(target)

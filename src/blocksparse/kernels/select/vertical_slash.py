@@ -126,8 +126,8 @@ def heaviest(weight: Tensor, count: Tensor, first: int, spared: tuple[Tensor, in
 
     Args:
         count: `[1, H|1, 1]` float64.
-        spared: `(last, most)`: the last `last` lines `[1, H|1, 1]` float64 are not taken, nor counted, but at most `most`
-            of them, and none of the first `first`.
+        spared: `(last, most)`: the last `last` lines `[1, H|1, 1]` float64 are neither taken nor counted. At most
+            `most` of them, and none of the first `first`.
     """
     first, spared = min(first, FAR), None if spared is None else (spared[0], min(spared[1], FAR))
     each = torch.arange(weight.shape[-1], device=weight.device)

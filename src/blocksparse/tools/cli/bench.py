@@ -72,7 +72,9 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.heads % parsed.kv_heads:
         raise UserError(f"'--heads' must be a multiple of '--kv-heads' ({parsed.kv_heads}): {parsed.heads}")
     if parsed.head_dim > MAX_HEAD_DIM:
-        raise UserError(f"'--head-dim' must be at most {MAX_HEAD_DIM}: {parsed.head_dim}")
+        raise UserError(
+            f"'--head-dim' must be at most {MAX_HEAD_DIM}: {parsed.head_dim}. Give that of your model."
+        )
     kind = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("'--device cuda' needs a GPU that PyTorch can use: none is here. Leave it out.")
@@ -114,7 +116,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _size(written: str) -> int:
     if not written.isdecimal() or int(written) < 1:
-        raise argparse.ArgumentTypeError(f"it must be a whole number, at least 1: {written}")
+        raise argparse.ArgumentTypeError(f"it must be a whole number, at least 1: {written}. Write 4096, say.")
     return int(written)
 
 

@@ -65,13 +65,13 @@ def _run(parsed: argparse.Namespace) -> int:
 
     pipelines = {text: written(text) for text in parsed.preset or _PRESETS}
     if parsed.tokens < _LEAST:
-        raise UserError(f"'--tokens' must be at least {_LEAST}: {parsed.tokens}")
+        raise UserError(f"'--tokens' must be at least {_LEAST}: {parsed.tokens}. Leave it out for 4096.")
     if parsed.converted is not None and parsed.model != _SMOLLM2:
         raise UserError(f"'--converted' is for the model '{_SMOLLM2}' alone, and this is {parsed.model}")
     path = parsed.text or TEXT
     text = read_text(path, "TEXT")
     if not parsed.out.parent.is_dir() or parsed.out.is_dir():
-        raise UserError(f"'--out' must be a file in a folder that exists: {parsed.out}")
+        raise UserError(f"'--out' must be a file in a folder that exists: {parsed.out}. Make the folder.")
     disable_progress_bar()
     set_verbosity_error()
     _say("getting the model ready")
@@ -87,7 +87,10 @@ def _run(parsed: argparse.Namespace) -> int:
     # Ten characters a token is more than any prose needs.
     ids = model.tokenizer.encode(text[: 10 * parsed.tokens])[: parsed.tokens]
     if len(ids) < _LEAST:
-        raise UserError(f"'TEXT' must have at least {_LEAST} tokens, or there is nothing to skip: {len(ids)}")
+        raise UserError(
+            f"'TEXT' must have at least {_LEAST} tokens, or there is nothing to skip: {len(ids)}. "
+            "Give a longer text."
+        )
     findings = collect(model, torch.tensor([ids]), pipelines, begin=_say)
     if not findings.maps:
         why = next(iter(findings.skipped.values()), "it has no attention that could be watched")

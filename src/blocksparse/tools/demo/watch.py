@@ -62,8 +62,8 @@ def watch(
     Args:
         keep_layer: the layer whose q, k, v to keep, as attention gets them (RoPE applied). None keeps none.
         on_call: called after every call of attention.
-        on_qkv: called before every call of attention, with the layer, its q, k, v, the model's other arguments,
-            and the function of q, k and v that is called.
+        on_qkv: called before every call of attention. It gets the layer, q, k, v, the model's other arguments, and
+            the function that is called.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

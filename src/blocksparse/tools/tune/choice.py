@@ -225,7 +225,7 @@ def hoped_losses(
     of a unit or a preset.
 
     Args:
-        known: losses of some units and candidates, at least one.
+        known: losses of some units and candidates. At least one.
         errors: relative L1 distances of all units and candidates from dense attention.
         families: the preset of each candidate.
         least: losses below this one are all the same.

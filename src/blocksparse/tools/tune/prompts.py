@@ -47,7 +47,9 @@ class TunePrompt:
     def __attrs_post_init__(self) -> None:
         a(Tensor).check(ids=self.ids)
         if self.ids.dim() != 2 or len(self.ids) != 1 or self.ids.numel() < 2 or self.ids.dtype != torch.int64:
-            raise TuneError(f"'ids' must be [1, N] int64 with at least 2 tokens: {shown(self.ids)}")
+            raise TuneError(
+                f"'ids' must be [1, N] int64 with at least 2 tokens: {shown(self.ids)}. The tokenizer makes them."
+            )
         for start, stop in self.answers:
             if not 2 <= start < stop <= self.ids.shape[1]:
                 raise TuneError(
@@ -61,7 +63,7 @@ class TunePrompt:
         return torch.linspace(0, stop - 1, min(positions, stop), dtype=torch.float64).round().long()
 
     def answers_at(self) -> Tensor:
-        """Positions at which an answer's tokens are predicted, `[tokens]` int64."""
+        """Positions `[tokens]` int64 at which an answer's tokens are predicted."""
         return torch.tensor([i - 1 for start, stop in self.answers for i in range(start, stop)], dtype=torch.long)
 
 
@@ -128,7 +130,8 @@ def _with_facts(tokenizer: Any, ids: list[int], tokens: int, choose: random.Rand
     room = tokens - len(start) - len(questions) - sum(map(len, needles))
     if room < count:
         raise TuneError(
-            f"'tokens' must be at least {tokens - room + count}, what facts and questions take: {tokens}"
+            f"'tokens' must be at least {tokens - room + count}, what facts and questions take: {tokens}. "
+            "Raise it."
         )
     if len(ids) < room:
         raise TuneError(
@@ -156,7 +159,7 @@ def prompts_from_file(tokenizer: Any, path: Path) -> list[TunePrompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TuneError(f"the prompts must be a readable UTF-8 file: {path}: {error}") from None
+        raise TuneError(f"the prompts must be a readable UTF-8 file: {path}: {error}. Save it as one.") from None
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -168,13 +171,15 @@ def prompts_from_file(tokenizer: Any, path: Path) -> list[TunePrompt]:
         known = isinstance(found, dict) and {"prompt"} <= set(found) <= {"prompt", "answer"}
         if not known or not all(isinstance(part, str) and part for part in found.values()):
             raise TuneError(
-                f'{path}, line {number}, must be JSON with a text "prompt" and, if there is one, a text '
-                f'"answer", as in {{"prompt": "2 + 2 =", "answer": " 4"}}: {shown(line)}'
+                f'{path}, line {number}, must be JSON with a text "prompt", and "answer" if there is one, '
+                f'as in {{"prompt": "2 + 2 =", "answer": " 4"}}: {shown(line)}'
             )
         ids = tokenizer.encode(found["prompt"])
         answer = tokenizer.encode(found["answer"], add_special_tokens=False) if "answer" in found else []
         spans = ((len(ids), len(ids) + len(answer)),) if answer else ()
         if len(ids) < 2:
-            raise TuneError(f"{path}, line {number}, must have a prompt of at least 2 tokens: {shown(line)}")
+            raise TuneError(
+                f"{path}, line {number}, must have a prompt of at least 2 tokens: {shown(line)}. Remove it."
+            )
         prompts.append(TunePrompt(torch.tensor([ids + answer]), spans))
     return prompts

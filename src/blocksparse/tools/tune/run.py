@@ -89,7 +89,7 @@ def tune(
         candidates: what may attend in a layer. Dense attention always may. A candidate that keeps 90 % of the work
             of a layer or more is never taken there. It saves little, and a window that suffices here may not in
             longer prompts.
-        minimise: "time", as predicted for this device at the length of the longest prompt; or "density".
+        minimise: "time" or "density". Time is predicted for this device at the longest prompt.
         batch: how many prompts a call will have. Times are those of such calls.
         head_groups: into how many groups the KV heads of each layer are split. Each gets its own choice.
         positions: at how many positions of a prompt's text predictions are compared.
@@ -206,7 +206,7 @@ def sparge_search(
     """Choose tau and theta for each layer, then lambda, by the error of that layer's output alone.
 
     This is SpargeAttn's own search (arXiv 2502.18137, section 3.6). First comes the pair of tau and theta with the
-    fewest blocks among those whose error is below `l1`; then, with that pair, the greatest lambda whose error is
+    fewest blocks among those whose error is below `l1`. With that pair comes the greatest lambda whose error is
     below `l2`. A layer without such a pair is dense. The plan's loss on held prompts is measured and put into its
     evidence, and bounds nothing.
 

@@ -142,7 +142,8 @@ def decoder_layers(network: Any) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
     raise TuneError(
-        f"{type(network).__name__} does not keep its {count} layers in a list, so single layers cannot be tuned"
+        f"{type(network).__name__} does not keep its {count} layers in a list, so single layers cannot be tuned. "
+        "Its class is not supported."
     )
 
 

@@ -86,7 +86,10 @@ class Verifier:
         with self.bench.attached(layers, recorder):
             loss = reading.losses()
         if dense := sorted(set(layers) & set(recorder.dense_calls())):
-            raise TuneError(f"layer {dense[0]} was dense in a held prompt, though it was sparse in another one")
+            raise TuneError(
+                f"layer {dense[0]} was dense in a held prompt, though it was sparse in another one. "
+                "Hold longer prompts."
+            )
         sparse = float(recorder.density()[sorted(layers)].mean(-1).sum()) if layers else 0.0
         return {**asdict(loss), "density": (sparse + self.layers - len(layers)) / self.layers}
 
@@ -201,7 +204,7 @@ class Session:
             if not some:
                 raise TuneError(f"'{what}' must have at least one prompt")
         if {hash_of([prompt]) for prompt in prompts} & {hash_of([prompt]) for prompt in held}:
-            raise TuneError("'held' must have other prompts than 'prompts', or nothing is verified")
+            raise TuneError("'held' must have other prompts than 'prompts', or nothing is verified. Split them.")
         longest, seen = (_longest(some).ids.shape[1] for some in (prompts, held))
         if seen < _SEEN * longest:
             raise TuneError(
