@@ -60,6 +60,7 @@ _ALLOCATE = {
     torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }  # fmt: skip
+_WHOLE: set[OpOverload] = set()  # those met so far that are not made of others
 _IN_PLACE = {torch.ops.aten.zero_.default, torch.ops.aten.copy_.default}
 # Of functions that look at contents for a number or a shape, that change what a tensor is, or that draw from a
 # generator: Python may have seeded it for this call.
@@ -141,9 +142,11 @@ class LaunchCapture(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _UNSTEADY.isdisjoint(func.tags):  # an empty result tells as much as another one
             self.refuse(f"{func} runs")
-        with self:  # in inference mode, functions made of others come whole, without tags of what those do
-            if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
-                return parts
+        if func not in _WHOLE:
+            with self:  # in inference mode, functions made of others come whole, without tags of what those do
+                if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return parts
+            _WHOLE.add(func)
         steady = self._functions and not _tensors(kwargs)
         if mutable := func._schema.is_mutable:
             in_place = func in _IN_PLACE or (steady and not kwargs)
@@ -198,7 +201,7 @@ class LaunchCapture(TorchDispatchMode):
 
     def _value(self, x: Any, as_view: bool) -> int:
         """The index of the value that is this argument of a launch, or the result."""
-        if type(x) is int or x is None:  # most arguments are
+        if type(x) is int or (type(x) is tuple and all(type(part) is int for part in x)):  # as most arguments are
             return self._add(x)
         if isinstance(x, tuple | list):
             before, parts = len(self._values), [self._value(part, as_view) for part in x]

@@ -127,15 +127,13 @@ def _start(compiled: Any, grid: tuple[int, int, int], device: int, *args: Any) -
 
     Triton calls its empty chains of hooks in every launch, and makes what it would tell them.
     """
-    if _hooked(knobs.runtime.launch_enter_hook) or _hooked(knobs.runtime.launch_exit_hook):
-        compiled[grid](*args)
-        return
+    runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if getattr(hook, "calls", hook):
+            compiled[grid](*args)
+            return
     stream = driver.active.get_current_stream(device)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
-
-
-def _hooked(hook: Any) -> bool:
-    return bool(getattr(hook, "calls", hook))
 
 
 def _started(jit: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
