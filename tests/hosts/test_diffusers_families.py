@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("diffusers")
 
@@ -144,6 +146,26 @@ def test_layers_count_in_the_order_in_which_they_run(case: Case) -> None:
     assert list(dict.fromkeys(blocks)) == list(
         dict.fromkeys(layer.name.rsplit(".", 1)[0] for layer in attachment.layers)
     )
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of blocks over text alone
+def test_gradients_of_pictures_in_a_list_are_dense() -> None:
+    """A frozen model with reentrant checkpointing: its blocks run once without gradients."""
+    case, recorder = MORE["z_image"], DensityRecorder()
+    model, inputs = made(case).requires_grad_(requires_grad=False), given(case, SMALL)
+    model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=True))
+
+    def gradient() -> Tensor:
+        picture = inputs["x"][0].clone().requires_grad_()
+        with torch.enable_grad():
+            outputs(model, {**inputs, "x": [picture]}).square().sum().backward()
+        assert picture.grad is not None
+        return picture.grad
+
+    expected = gradient()
+    with attached(model, recorder=recorder):
+        torch.testing.assert_close(gradient(), expected)
+    assert recorder.sparse_calls() == {}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

@@ -29,6 +29,7 @@ from blocksparse.hosts.diffusers.backend import (
 from blocksparse.hosts.diffusers.families import FAMILIES, LEFT_OUT, Family, the_timestep
 from blocksparse.hosts.token_layout import check_orders
 from blocksparse.launch.torch_modes import is_checkpointed
+from blocksparse.launch.torch_private import tree_leaves
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.reused_mask import MaskCache
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
@@ -174,9 +175,8 @@ def _trains(model: nn.Module, given: Mapping[str, Any]) -> str | None:
 
     This is asked once, before the blocks: reentrant checkpointing runs a block first without gradients.
     """
-    if torch.is_grad_enabled() and any(
-        x.requires_grad for x in (*model.parameters(), *given.values()) if isinstance(x, Tensor)
-    ):
+    leaves = (*model.parameters(), *tree_leaves(dict(given)))  # some models take lists of tensors
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, Tensor)):
         return "gradients"
     if model.training:
         return "training"
