@@ -101,7 +101,7 @@ class Permutation:
             if slots != N:
                 raise ValueError(
                     f"'k_index' must name each of the {N} keys once: it has {slots} slots. "
-                    "GatherExecutor takes maps that leave keys out."
+                    "With 'group' a map may leave keys out."
                 )
             return
         offset = N - M if causal else 0
