@@ -156,7 +156,7 @@ def test_gradients_of_pictures_in_a_list_are_dense() -> None:
     model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=True))
 
     def gradient() -> Tensor:
-        picture = inputs["x"][0].clone().requires_grad_()
+        picture: Tensor = inputs["x"][0].clone().requires_grad_()
         with torch.enable_grad():
             outputs(model, {**inputs, "x": [picture]}).square().sum().backward()
         assert picture.grad is not None
