@@ -55,6 +55,27 @@ def test_the_pipeline_attends_within_windows(name: str, length: int) -> None:
     assert_same_logits(make(name), lambda model: model(ids).logits, recorder, evolve(DENSE_LIMIT, executor=CPU))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("padding", [0, 9])
+def test_layers_that_are_compiled_for_any_length_know_their_window(name: str, padding: int) -> None:
+    """Whose size is then a symbol, as that of the mask is."""
+    model, ids, recorder = make(name), tokens(100, batch=2), DensityRecorder()
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    expected = model(ids, attention_mask=mask).logits
+    torch.compiler.reset()
+    for layer in model.model.layers:
+        layer.compile(backend="eager", dynamic=True)
+    with attach(model, DENSE_LIMIT, min_tokens=16, min_queries=2, min_window=WINDOW, recorder=recorder):
+        actual = model(ids, attention_mask=mask).logits
+    torch.compiler.reset()
+    torch.testing.assert_close(actual[:, padding:], expected[:, padding:], atol=2e-4, rtol=1e-4)
+    assert recorder.sparse_calls() == dict.fromkeys(
+        range(LAYERS), 1 + bool(padding)
+    )  # two prompts of a padded batch
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_windows_are_dense_with_a_reason_where_nothing_else_pays_or_works(name: str) -> None:
     """Exactly, and only in the layers that have one."""

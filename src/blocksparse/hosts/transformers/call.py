@@ -204,7 +204,7 @@ class AttentionCall:
             return "gradients"
         if self.seen is None and not torch.compiler.is_compiling():
             return "mask"  # which counts, whatever window the layer has
-        if window not in (None, self.window) and self._longest() > window:
+        if window is not None and window != self.window and self._longest() > window:
             return "sliding window"
         if self.seen is None:
             return "mask"
