@@ -121,6 +121,8 @@ SCORERS: tuple[bs.Scorer[Any, Any], ...] = with_others(
     bs.MeanLogitScorer(16, variance="diagonal"),
     bs.RotaryBandScorer((0.0, 0.5), 16),
     bs.ScorerPair(bs.RotaryBandScorer((0.25, 1.0), 16, temperature=0.5), bs.QueryRowsScorer(16)),
+    bs.SampledQueriesScorer(bs.AntidiagonalScorer(4, block=32, k_block=16, pattern="sum"), 16, 4),
+    bs.SampledQueriesScorer(bs.MeanPoolScorer(16), 8, 0.5),
     bs.SimilarityGatedScorer(bs.MeanPoolScorer(32, k_block=16), 0.3),
     bs.SimilarityGatedScorer(bs.FlattenMaxPoolScorer(16, 16), 0.2, smooth_k=None),
     bs.VerticalSlashScorer(16),

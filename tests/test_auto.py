@@ -18,15 +18,16 @@ SIZES: dict[str, Any] = {"Hq": 4, "Hkv": 2, "N": 600, "D": 32}
 
 def by_share(alpha: float) -> bs.Pipeline[Any, Any, Any]:
     rule = bs.RowShare(alpha) | bs.Band(128) | bs.LastQueries(128)
-    return bs.Pipeline(bs.Identity(), bs.AntidiagonalScorer(16, pattern="sum"), rule, bs.AutoExecutor())
+    scorer = bs.SampledQueriesScorer(bs.AntidiagonalScorer(16, pattern="sum"), 64, 2)
+    return bs.Pipeline(bs.Identity(), scorer, rule, bs.AutoExecutor())
 
 
 @pytest.mark.parametrize(
     ("quality", "text", "pictures"),
     [
-        ("careful", by_share(0.028), bs.sparge()),
-        ("balanced", by_share(0.036), bs.sparge(0.95, 0.5)),
-        ("fast", by_share(0.07), bs.sparge(0.9, 0.3)),
+        ("careful", by_share(0.027), bs.sparge()),
+        ("balanced", by_share(0.034), bs.sparge(0.95, 0.5)),
+        ("fast", by_share(0.066), bs.sparge(0.9, 0.3)),
     ],
 )
 def test_each_kind_of_call_has_its_own_pipeline(
@@ -50,8 +51,8 @@ def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch, device: str
     q, k, v = make_qkv(**SIZES)
     text = str(bs.AutoChoice.of(q, k, v))
     assert text.startswith(
-        "Pipeline(Identity(), AntidiagonalScorer(16, pattern='sum'), RowShare(0.036) | Band(128) | "
-        "LastQueries(128), AutoExecutor()), because the call is causal"
+        "Pipeline(Identity(), SampledQueriesScorer(AntidiagonalScorer(16, pattern='sum'), 64, 2.0), "
+        "RowShare(0.034) | Band(128) | LastQueries(128), AutoExecutor()), because the call is causal"
     )
     assert re.search("; CpuExecutor runs by (the compiled kernel|PyTorch.*)$", text)
     assert str(bs.AutoChoice.of(q, k, v, causal=False)).startswith(

@@ -57,7 +57,13 @@ from blocksparse.presets.text import (
     xattention,
 )
 from blocksparse.presets.video import dfs_attn, lva, nabla, radial, sol_attn, sparge, subblock, svg2
-from blocksparse.score.combined import ScorerByCausality, ScorerPair, ScoresPair, SimilarityGatedScorer
+from blocksparse.score.combined import (
+    SampledQueriesScorer,
+    ScorerByCausality,
+    ScorerPair,
+    ScoresPair,
+    SimilarityGatedScorer,
+)
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.pooled import MeanLogitScorer, MeanPoolScorer, PrefixOrderScorer, RotaryBandScorer
 from blocksparse.score.scorer import (
@@ -163,6 +169,7 @@ __all__ = [
     "RotaryBandScorer",
     "RoutedByDivergence",
     "RowShare",
+    "SampledQueriesScorer",
     "Schedule",
     "Scorer",
     "ScorerByCausality",

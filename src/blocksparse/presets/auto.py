@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Literal, NamedTuple, final, get_args
 
 from attrs import frozen
 from torch import Tensor
 
-from blocksparse.check.validators import one_of
+from blocksparse.check.validators import one_of, whole
 from blocksparse.execute.auto import AutoExecutor, ExecutorChoice
 from blocksparse.order.permutation import GlobalPermutation, Permuter
 from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.presets.video import sparge
-from blocksparse.score.combined import ScorerByCausality
+from blocksparse.score.combined import SampledQueriesScorer, ScorerByCausality
 from blocksparse.score.scorer import BlockMass
 from blocksparse.score.strided import AntidiagonalScorer
 from blocksparse.select.combined import SelectorByCausality
@@ -31,11 +32,12 @@ class _Settings(NamedTuple):
 
 # Alphas: docs/evidence/trained-models.md. The last two numbers of "careful" are SpargeAttn's own.
 _SETTINGS: dict[str, _Settings] = {
-    "careful": _Settings(0.028, 0.98, 0.6),
-    "balanced": _Settings(0.036, 0.95, 0.5),
-    "fast": _Settings(0.07, 0.9, 0.3),
+    "careful": _Settings(0.027, 0.98, 0.6),
+    "balanced": _Settings(0.034, 0.95, 0.5),
+    "fast": _Settings(0.066, 0.9, 0.3),
 }
 _STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, of what chunks choose as a whole
+_EVERY, _WEIGHT = 64, 0.5  # one query of so many is scored exactly, and what its row holds counts so much
 _BAND = 128  # tokens; 64 with "fast" lost more at equal density
 _LAST = 128  # queries at the end of a prompt, where a question mostly is; their rows are dense
 
@@ -51,7 +53,8 @@ def auto(
 ) -> Preset[BlockMass]:
     """Return the default preset, with settings chosen on tasks and KL of trained models.
 
-    Causal calls, as in language models, score blocks of 128 tokens by XAttention's sums of cells of 16 x 16 pairs.
+    Causal calls, as in language models, score blocks of 128 tokens by XAttention's sums of cells of 16 x 16 pairs,
+    and by the true weights of one query in 64 (`SampledQueriesScorer`), which see single keys that means hide.
     They keep the blocks with a share of their row's mass (`RowShare`), a thin band, and all blocks of the last 128
     queries of the prompt. So a call for a chunk of a prompt needs `remaining`. Other calls, as in models of images
     and video, run `sparge`. `AutoExecutor` attends densely where dense attention is little work, as for short
@@ -60,8 +63,8 @@ def auto(
     Args:
         quality: `"careful"` keeps more blocks and stays closest to dense attention. `"balanced"` keeps the answers
             of the models that were measured. `"fast"` keeps fewer blocks and may miss a fact.
-        alpha: of `RowShare` in causal calls. A number, or one per query head. If None, that of the quality: 0.028,
-            0.036 or 0.07. A greater one keeps fewer blocks.
+        alpha: of `RowShare` in causal calls. A number, or one per query head. If None, that of the quality: 0.027,
+            0.034 or 0.066. A greater one keeps fewer blocks.
         block: tokens per block in causal calls, a multiple of 16. Other calls have blocks of 128 x 64.
         order: a permuter, `HilbertOrder(grid)` for images and video. `Identity()` if None.
         executor: `AutoExecutor()` if None.
@@ -69,10 +72,12 @@ def auto(
     one_of(*get_args(Quality)).check(quality=quality)
     settings = _SETTINGS[quality]
     share = RowShare(settings.alpha if alpha is None else alpha)
+    cells, every = AntidiagonalScorer(_STRIDE, block=block, pattern="sum"), gcd(_EVERY, whole(block))
+    scorer = SampledQueriesScorer(cells, every, _WEIGHT * every / _STRIDE)
     pictures = sparge(settings.tau, settings.theta, order=order)
     return preset(
         pictures.permuter,
-        ScorerByCausality(AntidiagonalScorer(_STRIDE, block=block, pattern="sum"), pictures.scorer),
+        ScorerByCausality(scorer, pictures.scorer),
         SelectorByCausality(share | (Band(_BAND) | LastQueries(_LAST)), pictures.selector),
         executor,
     )
@@ -104,7 +109,8 @@ class AutoChoice:
         trace = auto(quality, executor=executor).trace(q, k, v, causal=causal, scale=scale)
         alpha, tau, theta = _SETTINGS[quality]
         return cls(
-            f"Pipeline(Identity(), AntidiagonalScorer({_STRIDE}, pattern='sum'), "
+            f"Pipeline(Identity(), SampledQueriesScorer(AntidiagonalScorer({_STRIDE}, pattern='sum'), {_EVERY}, "
+            f"{_WEIGHT * _EVERY / _STRIDE}), "
             f"RowShare({alpha}) | Band({_BAND}) | LastQueries({_LAST}), AutoExecutor())"
             if causal
             else f"sparge({tau}, {theta})",

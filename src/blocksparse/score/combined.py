@@ -10,9 +10,12 @@ from torch import Tensor
 
 from blocksparse.check.per_head import PerHead, cosine, number_or_blocks, per_head
 from blocksparse.check.stage import Declared, check_takes, declared, of_parts
-from blocksparse.check.validators import a, flag, optional
+from blocksparse.check.validators import a, block_size, flag, multiple, optional, positive, real, whole
+from blocksparse.grid import Grid
+from blocksparse.kernels.gemm.products import StridedPooling
 from blocksparse.kernels.score.block_mean import block_similarity
 from blocksparse.kernels.score.block_softmax import gate_blocks
+from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.score.key_history import KeyHistory
 from blocksparse.score.scorer import (
@@ -118,6 +121,91 @@ class ScorerPair(
 
     def alignment(self, causal: bool) -> int:
         return of_parts(causal, self.first, self.second)
+
+
+@final
+@frozen(cache_hash=True)
+class SampledQueriesScorer(Scorer[GlobalPermutation, BlockMass]):
+    """Of each block the greater mass: that by `inner`, or `weight` times that by samples of the queries.
+
+    A sample is one query of `every`, with its true attention weights on all keys. Means of keys hide single keys
+    that get much attention, as those far away in Gemma 3; samples see them. They miss what other queries look for,
+    which `inner` sees.
+
+    A sample holds a mass of 1, so a row of blocks holds `block / every` by samples; as much as by `inner` where
+    `weight` makes up for the difference. A row that ends before its first sample, as at the end of a prompt, has
+    the mass by `inner`. This takes M N D / every multiplications per query head, half of them when causal. Chunks
+    of a prompt sample the same queries as the whole prompt.
+
+    Args:
+        inner: a scorer that gives a `BlockMass`.
+        every: slots from one sample to the next, a divisor of the block of `inner`. The last of each such run of
+            slots is sampled.
+        weight: a finite number greater than 0.
+
+    Raises:
+        ValueError: in a call, if `every` does not divide the blocks of queries of `inner`.
+    """
+
+    inner: Scorer[GlobalPermutation, BlockMass] = field(validator=a(Scorer))
+    every: int = field(default=64, converter=whole, validator=block_size)
+    weight: float = field(default=1.0, converter=real, validator=positive)
+
+    def __attrs_post_init__(self) -> None:
+        check_takes((Declared(type(self), BlockMass),), declared(self.inner, Scorer, 1))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        permutation: GlobalPermutation,
+        spec: AttentionSpec,
+        history: KeyHistory | None = None,
+    ) -> BlockMass:
+        scores = scored(self.inner, q, k, None, permutation, spec, history)
+        grid = scores.grid
+        multiple("block", grid.q_block, "every", self.every)
+        sampled = slice(-(grid.q_lead + 1) % self.every, None, self.every)
+        queries = permutation.gather_queries(q)[:, :, sampled]
+        if not queries.shape[2]:
+            return scores
+        visible = _token_visibility(grid, permutation, sampled)
+        mass = strided_mass(
+            queries,
+            permutation.gather_keys(k),
+            StridedPooling(
+                1, 0, grid.q_block // self.every, grid.k_block, spec.causal, padded_tail=False, **visible
+            ),
+            first_cell=(grid.first_position + sampled.start) // self.every,
+            segment=None,
+            weight=spec.scale,
+            flipped=False,
+            beside=scores.values,
+            factor=self.weight,
+        )
+        return BlockMass(mass, grid, scores.forced)
+
+    @property
+    def traits(self) -> ScorerTraits:
+        return self.inner.traits
+
+    def alignment(self, causal: bool) -> int:
+        return self.inner.alignment(causal)
+
+
+def _token_visibility(grid: Grid, permutation: GlobalPermutation, sampled: slice) -> dict[str, Any]:
+    """Fields of `StridedPooling` for single tokens: which of them the sampled queries see."""
+    if not grid.causal:
+        return {}
+    if permutation.q_index is None and permutation.k_index is None:
+        behind = {} if grid.window is None else {"behind": grid.window - 1}
+        return {"every": sampled.step, **behind}
+    position = grid.q_position[..., grid.q_lead : grid.q_lead + grid.q_len][..., sampled].contiguous()
+    keys = grid.k_position[:, :, 0, : grid.k_len].contiguous()  # [B|1, H|1, N]
+    visible = {"q_last": position, "k_first": keys}
+    if grid.window is not None:
+        visible |= {"q_floor": position - grid.window, "k_last": keys}
+    return visible
 
 
 @final

@@ -44,7 +44,7 @@ def assert_right(given: dict[str, Any], tiles: ProductTiles | PooledTiles | None
     if given["of"].slots == 1 and tiles is SMALL:
         tiles = SMALL_POOLED
     got = strided_mass_triton.strided_mass_triton(**given, tiles=tiles)
-    wide = {name: x.double() if name in ("q", "k") else x for name, x in given.items()}
+    wide: dict[str, Any] = {name: x.double() if isinstance(x, Tensor) else x for name, x in given.items()}
     want = strided_mass.reference(**wide)
     assert got.dtype == torch.float32
     # What fills a short cell is rounded to the precision of its tokens.
@@ -142,6 +142,33 @@ def test_cells_of_one_slot(N: int, M: int, changed: dict[str, Any], device: str)
     got = assert_right(arguments(8 * q, k, 1, flipped=False, **changed))
     if changed.get("causal", True) and "segment" not in changed:
         assert bool((got.sum((2, 3)) - M).abs().max() < 1e-2)
+
+
+@pytest.mark.parametrize(("M", "window"), [(300, None), (145, None), (30, None), (300, 50), (145, 20)])
+def test_sampled_queries(M: int, window: int | None, device: str) -> None:
+    """In order, as by positions; the CPU's kernel, the GPU's, and a last row without a sample."""
+    q, k, _ = make_qkv(N=300, M=M, Hq=4, Hkv=2, D=16, device=device)
+    offset, (every, block) = 300 - M, (16, 32)
+    first, last_row = (offset + every) // every - 1, 300 // block
+    sampled = slice((first + 1) * every - 1 - offset, None, every)
+    rows = last_row - offset // block + 1
+    q_last = torch.arange(offset, 300, dtype=torch.int32, device=device)[sampled].contiguous().view(1, 1, -1)
+    keys = torch.arange(300, dtype=torch.int32, device=device).view(1, 1, -1)
+    of: dict[str, Any] = {"high": block // every, "wide": block, "q_lead": 0, "weight": 0.5, "flipped": False}
+    placed: dict[str, Any] = {"q_last": q_last, "k_first": keys}
+    if window is not None:
+        placed |= {"q_floor": q_last - window, "k_last": keys}
+    behind = None if window is None else window - 1
+    beside = torch.rand(1, 4, rows, -(-300 // block), device=device)
+    more: dict[str, Any] = of | {"first_cell": first, "beside": beside, "factor": 0.5}
+    ordered = arguments(q[:, :, sampled], k, 1, **more, every=every, behind=behind)
+    got = assert_right(ordered)
+    torch.testing.assert_close(got, assert_right(arguments(q[:, :, sampled], k, 1, **more, **placed)))
+    alone = assert_right(arguments(q[:, :, sampled], k, 1, **of, first_cell=first, every=every, behind=behind))
+    assert bool((got >= beside).all())
+    torch.testing.assert_close(got[:, :, : alone.shape[2]], beside[:, :, : alone.shape[2]].maximum(0.5 * alone))
+    queries, keys = ordered.pop("q"), ordered.pop("k")
+    torch.testing.assert_close(strided_mass(queries, keys, **ordered), got, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

@@ -43,6 +43,7 @@ def pooled_tiles(q: Tensor, wide: int) -> PooledTiles:
         tiles = PooledTiles(64, 64, 4, 2)
     else:
         tiles = PooledTiles(64, 128, 4, 1) if hardware.is_hopper and wide > 1 else PooledTiles(128, 128, 8, 2)
+    tiles = evolve(tiles, block_n=max(tiles.block_n, wide))  # a tile holds whole blocks
     while (
         shared_memory(hardware, tiles, row_bytes, q.element_size(), wide) > hardware.shared and tiles.block_m > 16
     ):
@@ -106,8 +107,8 @@ def sums_of_pooled(
     sums_ptr, peak_ptr, total_ptr,
     q_last_strides, k_first_strides,
     q_cells, k_cells, first, last, first_cell, end, q_tiles, k_tiles, span, weight_log2, behind, segment,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr, EVERY: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Stores sums over blocks `[B, Hq, band, cols]`, and best logits and sums over each tile `[B, Hq, k_tiles, band]`."""
     TILE_COLS: tl.constexpr = BLOCK_N // WIDE
@@ -126,7 +127,7 @@ def sums_of_pooled(
     q_cell = first + q_tile * BLOCK_M
     i = q_cell + tl.arange(0, BLOCK_M)
     q_there = i < last
-    reach = first_cell + i  # the last key cell that each may see, or its last position
+    reach = (first_cell + i + 1) * EVERY - 1  # the last key cell that each may see, or its last position
     floor = reach
     own = reach
     k_first_at = k_first_ptr
@@ -172,7 +173,7 @@ def sums_of_pooled(
         whole = tl.minimum(whole, least // BLOCK_N)
     if WINDOWED:
         if IN_ORDER:
-            low = tl.minimum(tl.maximum(low, (first_cell + q_cell - behind) // BLOCK_N), stop)
+            low = tl.minimum(tl.maximum(low, ((first_cell + q_cell + 1) * EVERY - 1 - behind) // BLOCK_N), stop)
         whole = low
     high = tl.maximum(high, low)
     whole = tl.minimum(tl.maximum(whole, low), high)

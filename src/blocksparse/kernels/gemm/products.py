@@ -167,6 +167,8 @@ class StridedPooling:
     wide: int  # key cells per block
     causal: bool  # if not, every query meets every key, and positions are not looked at
     padded_tail: bool  # what takes no part counts as zeros, not as the mean of the tokens of its cell
+    # Where all is in order, a query cell reaches the key cells up to number `(cell + 1) * every - 1`, for one query in `every`.
+    every: int = 1
     q_last: Tensor | None = None  # [B|1, Hm, query cells or rows of blocks] int32, the last position in each
     k_first: Tensor | None = (
         None  # [B|1, Hm, key cells] int32, the first position in each; both None: all in order

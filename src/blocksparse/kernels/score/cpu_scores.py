@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from blocksparse.kernels.common.compiled import load, parallel, python_calls, steps
 from blocksparse.kernels.common.sizes import ROOM, HeadMask, cdiv
@@ -46,6 +47,8 @@ def strided_mass_on_cpu(
     weight: float,
     flipped: bool,
     joint: bool = False,
+    beside: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32, as `strided_mass` has it, which is not joint."""
     q_filler, k_filler = (
@@ -69,7 +72,7 @@ def strided_mass_on_cpu(
         q_last, k_first, q_floor, k_last = of.q_last, of.k_first, of.q_floor, of.k_last
         if q_last is None or k_first is None:
             q_last, k_first = (
-                cell.view(1, 1, -1),
+                ((cell + 1) * of.every - 1).view(1, 1, -1),
                 torch.arange(keys, dtype=torch.int32, device=q.device).view(1, 1, -1),
             )
             if of.behind is not None:
@@ -89,7 +92,15 @@ def strided_mass_on_cpu(
     call.mass = mass.data_ptr()
     make("strided_mass", call)
     del held
-    return mass
+    return greater(mass, beside, factor)
+
+
+def greater(mass: Tensor, beside: Tensor | None, factor: float) -> Tensor:
+    """`mass`, or the greater of `beside` and `factor` times it; the last rows of `beside` may be missing in it."""
+    if beside is None:
+        return mass
+    mass = pad(mass.to(beside.dtype) * factor, (0, 0, 0, beside.shape[2] - mass.shape[2]))
+    return torch.maximum(beside, mass)
 
 
 def last_query_weights_on_cpu(

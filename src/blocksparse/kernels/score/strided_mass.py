@@ -31,7 +31,9 @@ _CPU_ROWS = 256  # rows of a product that a step has in any case there, since sh
 
 
 def _fill_tiles(q: Tensor, k: Tensor, of: StridedPooling, **_: object) -> bool:
-    return (of.slots == 1 or not of.windowed) and of.wide & (of.wide - 1) == 0 and of.wide <= 64
+    single = of.slots == 1  # tokens of a cell
+    most = 128 if single and q.shape[-1] * q.element_size() <= 512 else 64
+    return (single or not of.windowed) and of.wide & (of.wide - 1) == 0 and of.wide <= most
 
 
 def _runs_on_cpu(q: Tensor, k: Tensor, of: StridedPooling, *, joint: bool = False, **_: object) -> bool:
@@ -50,6 +52,8 @@ def strided_mass(
     weight: float,
     flipped: bool,
     joint: bool = False,
+    beside: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32 or better; rows lie on the blocks of the whole prompt.
 
@@ -60,6 +64,8 @@ def strided_mass(
         first_cell: index of the first query cell in the whole prompt.
         segment: cells per segment. A query cell then looks at earlier segments only.
         joint: take one softmax over all query cells of a row of blocks. Otherwise each query cell has one.
+        beside: other mass `[B, Hq, rows, cols]`. Then the result is the greater of it and `factor` times this mass; the
+            last of its rows may lack query cells.
     """
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
     q_filler, k_filler = (
@@ -71,7 +77,7 @@ def strided_mass(
     cell = torch.arange(first_cell, first_cell + q_cells.shape[2], device=q.device)
     in_order, q_floor, k_last = q_last is None, of.q_floor, of.k_last
     if in_order:
-        q_last, k_first = cell.view(1, 1, -1), column.view(1, 1, -1)
+        q_last, k_first = ((cell + 1) * of.every - 1).view(1, 1, -1), column.view(1, 1, -1)
         if of.behind is not None:
             q_floor, k_last = q_last - of.behind - 1, k_first
 
@@ -79,20 +85,20 @@ def strided_mass(
     high = min(of.high, max(first_cell + q_cells.shape[2], ROOM))
     wide = min(of.wide, max(keys.shape[2], ROOM))
     empty = first_cell % high  # how many cells row 0 lacks at its start
-    rows, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
+    held, cols = -(-(empty + q_cells.shape[2]) // high), -(-keys.shape[2] // wide)
     masses = []
     # In a window some rows together look at few keys besides their own, and at no others.
-    looked_at = keys.shape[2] if of.behind is None else min(keys.shape[2], 2 * max(of.behind, high))
+    looked_at = keys.shape[2] if of.behind is None else min(keys.shape[2], 2 * max(of.behind, high * of.every))
     row = q.shape[0] * q.shape[1] * high * looked_at * wide_dtype(q).itemsize  # bytes of a row of blocks
     step = max(1, _WORKSPACE // row)
     if q.device.type == "cpu" and causal and in_order:
         step = min(step, max(_CPU_WORKSPACE // row, -(-_CPU_ROWS // (high * q.shape[1] // k.shape[1]))))
-    step = step if of.behind is None else min(step, max(1, of.behind // high))
-    for top in range(0, rows, step):
-        bottom = min(top + step, rows)
+    step = step if of.behind is None else min(step, max(1, of.behind // (high * of.every)))
+    for top in range(0, held, step):
+        bottom = min(top + step, held)
         first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells.shape[2])
-        end = min(first_cell + last, keys.shape[2]) if causal and in_order else keys.shape[2]
-        begin = 0 if of.behind is None else min(max(first_cell + first - of.behind, 0), end)
+        end = min((first_cell + last) * of.every, keys.shape[2]) if causal and in_order else keys.shape[2]
+        begin = 0 if of.behind is None else min(max((first_cell + first + 1) * of.every - 1 - of.behind, 0), end)
         queries = q_cells[:, :, first:last]
         logits = products((queries.flip(3) if flipped else queries).flatten(3), keys[:, :, begin:end]).mul_(weight)
         eligible = torch.ones(1, 1, last - first, end - begin, dtype=torch.bool, device=q.device)
@@ -108,7 +114,7 @@ def strided_mass(
             mass = mass * _shares(logits.logsumexp(-1), high, before, after).unsqueeze(3)
         mass = pad(mass, (begin, cols * wide - end, before, after))
         masses.append(mass.unflatten(3, (cols, wide)).sum(4).unflatten(2, (-1, high)).sum(3))
-    return torch.cat(masses, dim=2)
+    return cpu_scores.greater(torch.cat(masses, dim=2), beside, factor)
 
 
 def _shares(log_sum: Tensor, high: int, before: int, after: int) -> Tensor:

@@ -54,6 +54,8 @@ def strided_mass_triton(
     weight: float,
     flipped: bool,
     joint: bool = False,
+    beside: Tensor | None = None,
+    factor: float = 1.0,
     tiles: ProductTiles | PooledTiles | None = None,
 ) -> Tensor:
     """Launch the kernels; arguments as in `strided_mass`. `tiles` are those that the device takes unless given."""
@@ -70,6 +72,8 @@ def strided_mass_triton(
     q_cells, k_cells = cdiv(of.q_lead + M, of.slots), cdiv(N, of.slots)
     empty = first_cell % high
     rows, cols = cdiv(empty + q_cells, high), cdiv(k_cells, wide)
+    if beside is not None:
+        beside, rows = beside.contiguous(), beside.shape[2]
     mass = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
     step = max(1, _WORKSPACE // (4 * B * Hq * high * cdiv(k_cells, block_n) * (block_n // wide)))
     step = max(1, step * high // block_m * block_m // high)
@@ -81,15 +85,15 @@ def strided_mass_triton(
     for top in range(0, rows, step):
         bottom = min(top + step, rows)
         first, last = max(top * high - empty, 0), min(bottom * high - empty, q_cells)
-        end = min(first_cell + last, k_cells) if of.causal and of.q_last is None else k_cells
+        end = min((first_cell + last) * of.every, k_cells) if of.causal and of.q_last is None else k_cells
         k_tiles = cdiv(end, block_n)
         launch(sums, peaks[0], peaks[1], first, last, end, cdiv(last - first, block_m), k_tiles)
         _mass_of_rows[(bottom - top, Hq, B)](
-            sums, peaks[0], peaks[1], mass,
+            sums, peaks[0], peaks[1], mass, beside, factor,
             last - first, k_tiles, top, top * high - empty - first, rows, cols,
             first_cell + first if of.causal and of.q_last is None else None,
             HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
-            JOINT=joint, **options,
+            EVERY=of.every, JOINT=joint, **options,
         )  # fmt: skip
     return mass
 
@@ -189,7 +193,7 @@ def _pooled(
             q_source, k_source, q, k, of.q_last, of.k_first, of.q_floor, of.k_last, sums, peak, total,
             head_strides_of(of.q_last), head_strides_of(of.k_first),
             M, N, first, last, first_cell, end, q_tiles, k_tiles, span, weight * math.log2(math.e), of.behind, segment,
-            D=D, BLOCK_D=block_d, WIDE=of.wide, CAUSAL=of.causal, PRECISION=fp32_products(),
+            D=D, BLOCK_D=block_d, WIDE=of.wide, CAUSAL=of.causal, EVERY=of.every, PRECISION=fp32_products(),
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 
@@ -198,17 +202,28 @@ def _pooled(
 
 @remembered
 @triton.jit(
-    do_not_specialize=["peak_ptr", "total_ptr", "band", "k_tiles", "top", "before", "rows", "cols", "first_cell"]
+    do_not_specialize=[
+        "peak_ptr",
+        "total_ptr",
+        "factor",
+        "band",
+        "k_tiles",
+        "top",
+        "before",
+        "rows",
+        "cols",
+        "first_cell",
+    ]
 )
 def _mass_of_rows(
-    sums_ptr, peak_ptr, total_ptr, mass_ptr,
+    sums_ptr, peak_ptr, total_ptr, mass_ptr, beside_ptr, factor,
     band, k_tiles, top, before, rows, cols, first_cell,
     HIGH: tl.constexpr, PADDED_HIGH: tl.constexpr, TILE_COLS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
-    AT_A_TIME: tl.constexpr, UNROLLED: tl.constexpr, JOINT: tl.constexpr,
+    AT_A_TIME: tl.constexpr, UNROLLED: tl.constexpr, EVERY: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """Stores the mass of a row of blocks: sums over blocks, divided by each query cell's total, and added over its cells.
 
-    With `JOINT` they are divided by the total of all its query cells.
+    With `JOINT` they are divided by the total of all its query cells. With mass `beside` it stores the greater one.
 
     Where all is causal and in order, `first_cell` is the cell of the prompt that the band begins with.
     """
@@ -222,7 +237,8 @@ def _mass_of_rows(
     peak_at = head * k_tiles * band + cell[:, None]
     reached = k_tiles
     if first_cell is not None:
-        reached = tl.minimum(k_tiles, (first_cell + before + row * HIGH + HIGH - 1) // (TILE_COLS * WIDE) + 1)
+        last = (first_cell + before + row * HIGH + HIGH) * EVERY - 1
+        reached = tl.minimum(k_tiles, last // (TILE_COLS * WIDE) + 1)
 
     best = tl.full([PADDED_HIGH], float("-inf"), tl.float32)
     total = tl.zeros([PADDED_HIGH], tl.float32)
@@ -277,4 +293,7 @@ def _mass_of_rows(
                         written = (inside & (peak > float("-inf")))[:, None]
                         sums_here = sums_ptr + (head * band + one) * (k_tiles * TILE_COLS) + col
                         mass += tl.load(sums_here, mask=written, other=0.0) * weight[:, None]
+        if beside_ptr is not None:
+            other = tl.load(beside_ptr + (head * rows + top + row) * cols + col, mask=col < cols, other=0.0)
+            mass = tl.maximum(other, mass * factor, propagate_nan=tl.PropagateNan.ALL)
         tl.store(mass_at + col, mass, mask=col < cols)
