@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,23 @@ def tokens(length: int, *, batch: int = 1) -> Tensor:
     return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
 
 
+each_cache = pytest.mark.parametrize("room", [None, 500], ids=["dynamic", "static"])
+
+
+def in_chunks(
+    model: Any, ids: Tensor, sizes: list[int], room: int | None = None, *, masked: bool = False
+) -> Tensor:
+    """The logits of `ids`, a chunk at a time, over a static cache for `room` tokens or over a dynamic one."""
+    config = model.config
+    cache = DynamicCache(config=config) if room is None else StaticCache(config=config, max_cache_len=room)
+    logits, done = [], 0
+    for chunk in ids.split(sizes, dim=1):
+        done += chunk.shape[1]
+        mask = torch.ones_like(ids[:, :done]) if masked else None
+        logits.append(model(chunk, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(logits, 1)
+
+
 def attached(model: Any, recorder: DensityRecorder, pipeline: LayerPipeline = DENSE_LIMIT) -> Attachment:
     return attach(model, pipeline, min_tokens=16, min_queries=2, min_window=16, recorder=recorder)
 
@@ -139,43 +157,21 @@ def all_dense(recorder: DensityRecorder, reason: str, calls: int = 1) -> bool:
 
 
 @pytest.mark.parametrize("name", SPARSE_MODELS)
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("length", [65, 129])
-def test_one_shot_prefill_is_sparse(name: str, batch: int, length: int) -> None:
-    recorder = DensityRecorder()
-    ids = tokens(length, batch=batch)
-    assert_same_logits(make(name), lambda model: model(ids).logits, recorder)
-    assert all_sparse(recorder)
-
-
-@pytest.mark.parametrize("name", SPARSE_MODELS)
-def test_a_mask_of_ones_is_no_mask(name: str) -> None:
-    recorder = DensityRecorder()
-    ids = tokens(100, batch=2)
-    assert_same_logits(make(name), lambda model: model(ids, attention_mask=torch.ones_like(ids)).logits, recorder)
-    assert all_sparse(recorder)
-
-
-@pytest.mark.parametrize("name", SPARSE_MODELS)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "ones"])
-def test_unaligned_chunks_are_sparse_and_add_up(name: str, static: bool, masked: bool) -> None:
-    recorder = DensityRecorder()
-    ids = tokens(150, batch=2)
+@pytest.mark.parametrize(("length", "batch"), [(65, 1), (129, 2)])
+def test_one_shot_prefill_is_sparse(name: str, length: int, batch: int, masked: bool) -> None:
+    recorder, ids = DensityRecorder(), tokens(length, batch=batch)
+    mask = torch.ones_like(ids) if masked else None
+    assert_same_logits(make(name), lambda model: model(ids, attention_mask=mask).logits, recorder)
+    assert all_sparse(recorder)
 
-    def run(model: Any) -> Tensor:
-        cache = (
-            StaticCache(config=model.config, max_cache_len=170) if static else DynamicCache(config=model.config)
-        )
-        logits, done = [], 0
-        for size in (37, 64, 49):
-            mask = torch.ones_like(ids[:, : done + size]) if masked else None
-            chunk = ids[:, done : done + size]
-            logits.append(model(chunk, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
-            done += size
-        return torch.cat(logits, 1)
 
-    model = make(name)
+@pytest.mark.parametrize("name", SPARSE_MODELS)
+@each_cache
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "ones"])
+def test_unaligned_chunks_are_sparse_and_add_up(name: str, room: int | None, masked: bool) -> None:
+    recorder, model, ids = DensityRecorder(), make(name), tokens(150, batch=2)
+    run = partial(in_chunks, ids=ids, sizes=[37, 64, 49], room=room, masked=masked)
     assert_same_logits(model, run, recorder)
     assert all_sparse(recorder, calls=3)
     with attached(model, DensityRecorder()):
@@ -188,9 +184,7 @@ def test_chunks_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     model, recorder = make("llama"), DensityRecorder()
     monkeypatch.setattr(integration, "sdpa_mask", lambda **request: pytest.fail(f"a mask is made for {request}"))
     with attached(model, recorder):
-        cache = DynamicCache(config=model.config)
-        for chunk in tokens(96).split(32, dim=1):
-            model(chunk, past_key_values=cache)
+        in_chunks(model, tokens(96), [32, 32, 32])
     assert all_sparse(recorder, calls=3)
 
 
@@ -214,9 +208,7 @@ def test_chunks_have_the_density_of_the_prompt() -> None:
     with attached(model, whole, SPARSE):
         model(ids)
     with attached(model, chunked, SPARSE):
-        cache = DynamicCache(config=model.config)
-        for chunk in ids.split(64, dim=1):
-            model(chunk, past_key_values=cache)
+        in_chunks(model, ids, [64, 64])
     torch.testing.assert_close(chunked.density(), whole.density(), atol=0.02, rtol=0)
 
 
@@ -314,34 +306,20 @@ def test_masks_of_the_caller_are_dense(name: str, boolean: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_chunks_that_grow_out_of_the_window(name: str, static: bool) -> None:
+@each_cache
+def test_chunks_that_grow_out_of_the_window(name: str, room: int | None) -> None:
     recorder = DensityRecorder()
-    ids = tokens(95, batch=2)
-
-    def run(model: Any) -> Tensor:
-        cache = (
-            StaticCache(config=model.config, max_cache_len=120) if static else DynamicCache(config=model.config)
-        )
-        chunks = ids.split([20, 25, 30, 20], dim=1)
-        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1)
-
+    run = partial(in_chunks, ids=tokens(95, batch=2), sizes=[20, 25, 30, 20], room=room)
     assert_same_logits(make(name), run, recorder)
     if name != "mistral":
         assert all_sparse(recorder, calls=4)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_decoding_is_dense(name: str, static: bool) -> None:
+@each_cache
+def test_decoding_is_dense(name: str, room: int | None) -> None:
     recorder = DensityRecorder()
-    ids = tokens(60, batch=2)
-
-    def run(model: Any) -> Tensor:
-        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
-        model(ids[:, :-3], past_key_values=cache)
-        return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(-4, -1)], 1)
-
+    run = partial(in_chunks, ids=tokens(60, batch=2), sizes=[57, 1, 1, 1], room=room)
     assert_same_logits(make(name), run, recorder)
     assert all(reasons["decode"] == 3 for reasons in recorder.dense_calls().values())
 
@@ -363,14 +341,10 @@ def test_short_calls_are_dense() -> None:
         assert all_dense(recorder, reason)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_short_chunks_are_dense_and_aligned_to_the_last_key(static: bool) -> None:
-    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60, batch=2)
-
-    def run() -> Tensor:
-        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
-        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split([50, 7, 3], 1)], 1)
-
+@each_cache
+def test_short_chunks_are_dense_and_aligned_to_the_last_key(room: int | None) -> None:
+    model, recorder = make("llama"), DensityRecorder()
+    run = partial(in_chunks, model, tokens(60, batch=2), [50, 7, 3], room)
     expected = run()
     with attach(model, DENSE_LIMIT, min_tokens=1, min_queries=8, recorder=recorder):
         torch.testing.assert_close(run(), expected, atol=2e-4, rtol=1e-4)
@@ -511,15 +485,10 @@ def test_bidirectional_modules_are_dense(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_compiled_models_give_the_same(static: bool) -> None:
-    model, ids = make("llama", num_hidden_layers=1), tokens(60)
-
-    def run(call: Callable[..., Any]) -> Tensor:
-        cache = StaticCache(config=model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
-        chunks = ids.split([50, 9, 1], dim=1)
-        return torch.cat([call(chunk, past_key_values=cache).logits for chunk in chunks], 1)
-
+@each_cache
+def test_compiled_models_give_the_same(room: int | None) -> None:
+    model = make("llama", num_hidden_layers=1)
+    run = partial(in_chunks, ids=tokens(60), sizes=[50, 9, 1], room=room)
     expected = run(model)
     with attached(model, DensityRecorder()):
         actual = run(torch.compile(model, backend="eager"))
@@ -531,14 +500,10 @@ def test_compiled_models_give_the_same(static: bool) -> None:
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "broken"])
 def test_compiled_chunks_are_sparse(whole: bool) -> None:
     """In one graph, or in parts: what a mask says survives a break. Detached, the compiled model is as before."""
-    model, ids, recorder = make("llama"), tokens(60), DensityRecorder()
+    model, recorder = make("llama"), DensityRecorder()
+    run = partial(in_chunks, ids=tokens(60), sizes=[40, 20])
     if not whole:
         model.model.layers[0].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-
-    def run(call: Callable[..., Any]) -> Tensor:
-        cache = DynamicCache(config=model.config)
-        return torch.cat([call(chunk, past_key_values=cache).logits for chunk in ids.split([40, 20], 1)], 1)
-
     expected = run(model)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=whole)
@@ -584,27 +549,19 @@ def test_generate_compiles_chunks_of_a_static_cache(padding: int) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@each_cache
 @pytest.mark.parametrize("min_queries", [2, 1000], ids=["sparse", "dense"])
-def test_chunks_on_a_gpu(static: bool, min_queries: int) -> None:
+def test_chunks_on_a_gpu(room: int | None, min_queries: int) -> None:
     wide = SIZES | {"hidden_size": 256}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**wide)
     model: Any = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
     model = model.to("cuda", torch.bfloat16).eval()
-    ids = tokens(450, batch=2).cuda()
-
-    def run() -> Tensor:
-        cache = (
-            StaticCache(config=model.config, max_cache_len=500) if static else DynamicCache(config=model.config)
-        )
-        chunks = ids.split([130, 200, 119, 1], dim=1)
-        return torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], 1).float()
-
-    expected, recorder = run(), DensityRecorder()
+    run = partial(in_chunks, model, tokens(450, batch=2).cuda(), [130, 200, 119, 1], room)
+    expected, recorder = run().float(), DensityRecorder()
     pipeline = Pipeline(SegmentKeySort(S=128), MeanPoolScorer(64), Everything(), TritonExecutor())
     with attach(model, pipeline, min_tokens=1, min_queries=min_queries, recorder=recorder):
-        actual = run()
+        actual = run().float()
     assert recorder.sparse_calls() == ({0: 3, 1: 3} if min_queries == 2 else {})
     assert float((actual - expected).abs().max()) < 0.03 * float(expected.abs().max())
 
@@ -826,16 +783,10 @@ def test_models_that_add_keys_are_an_error() -> None:
 # ---- threads, nested calls, and models that share
 
 
-def in_chunks(model: Any, ids: Tensor, sizes: list[int], *, cache_len: int = 100) -> list[Tensor]:
-    """The logits of each chunk of `ids`, over a static cache."""
-    cache = StaticCache(config=model.config, max_cache_len=cache_len)
-    return [model(chunk, past_key_values=cache).logits for chunk in ids.split(sizes, dim=1)]
-
-
 def test_threads_share_a_model() -> None:
     """Chunks of one size, in static caches of one size, that stand at different offsets."""
     model, prompts = make("llama"), {16: tokens(36), 48: tokens(68)}
-    expected = {start: in_chunks(model, ids, [start, 20])[1] for start, ids in prompts.items()}
+    expected = {start: in_chunks(model, ids, [start, 20], 100) for start, ids in prompts.items()}
     # No thread attends before both have asked for their masks.
     meet = threading.Barrier(2, timeout=60)
 
@@ -846,7 +797,7 @@ def test_threads_share_a_model() -> None:
 
     def run(start: int) -> Tensor:
         with torch.no_grad():
-            return in_chunks(model, prompts[start], [start, 20])[1]
+            return in_chunks(model, prompts[start], [start, 20], 100)
 
     with attached(model, recorder := DensityRecorder()), ThreadPoolExecutor(2) as threads:
         actual = dict(zip(prompts, threads.map(run, prompts), strict=True))
@@ -859,16 +810,16 @@ def test_threads_share_a_model() -> None:
 def test_calls_nest() -> None:
     """A hook may run the model on something else, between two layers of a call."""
     model, ids, other = make("llama"), tokens(68), tokens(36)
-    expected, expected_inside = in_chunks(model, ids, [48, 20])[1], in_chunks(model, other, [16, 20])[1]
+    expected, expected_inside = in_chunks(model, ids, [48, 20], 100), in_chunks(model, other, [16, 20], 100)
     inside: list[Tensor] = []
 
     def run_another(_module: Any, _args: Any, kwargs: Any, _out: Any) -> None:
         if kwargs["past_key_values"].get_seq_length() == 68:
-            inside.append(in_chunks(model, other, [16, 20])[1])
+            inside.append(in_chunks(model, other, [16, 20], 100))
 
     hook = model.model.layers[0].register_forward_hook(run_another, with_kwargs=True)
     with attached(model, recorder := DensityRecorder()):
-        actual = in_chunks(model, ids, [48, 20])[1]
+        actual = in_chunks(model, ids, [48, 20], 100)
     hook.remove()
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(inside[0], expected_inside, atol=2e-4, rtol=1e-4)
