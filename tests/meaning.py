@@ -77,6 +77,14 @@ def assert_means(
         assert torch.equal(output.lse.cpu() == float("-inf"), empty), "lse is -inf where something is kept"
 
 
+def assert_same_bits(got: bs.AttentionOutput, want: bs.AttentionOutput, rows: Any = slice(None)) -> None:
+    """Outputs and lse are equal, of all queries or of these."""
+    assert got.lse is not None
+    assert want.lse is not None
+    assert torch.equal(got.out[:, :, rows], want.out[:, :, rows])
+    assert torch.equal(got.lse[:, :, rows], want.lse[:, :, rows])
+
+
 def same(one: Any, other: Any) -> bool:
     """Bit for bit, and equal where both are NaN."""
     numbers = torch.equal(one.nan_to_num(nan=1.5), other.nan_to_num(nan=1.5))

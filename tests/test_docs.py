@@ -280,16 +280,6 @@ def test_every_table_of_speed_is_explained() -> None:
 
 
 @each("page", EVIDENCE, path_of)
-def test_each_page_of_evidence_answers_a_question(page: Path) -> None:
-    """It is the title, and the first page of the evidence lists it with command, machine and date."""
-    index = page.parent / "index.md"
-    if page != index:
-        title = read(page).split("\n\n")[0]
-        assert re.fullmatch(r"# .+\?", title)
-        assert f"| [{title.removeprefix('# ')}]({page.name}) | " in index.read_text(encoding="utf-8")
-
-
-@each("page", EVIDENCE, path_of)
 def test_evidence_is_written_from_results(page: Path) -> None:
     """Each table is that of a file, which says its command, machine, date and versions."""
     text = read(page)
@@ -385,11 +375,3 @@ def test_every_preset_has_a_page() -> None:
     assert pages | on_minference_page | {"auto"} == named  # `auto` is no paper's
     text = (ROOT / "docs" / "reference" / "papers" / "minference.md").read_text(encoding="utf-8")
     assert all(f"{preset}(" in text for preset in on_minference_page)
-
-
-@pytest.mark.parametrize("role", ["Scorer", "Executor"])
-def test_own_stages_are_short(role: str) -> None:
-    """One takes under 40 lines, with its imports and docstrings."""
-    page = ROOT / "docs" / "start" / "write-your-own-stage.md"
-    (code,) = (code for code in blocks(page, "") if f"({role}[" in code)
-    assert sum(bool(line.strip()) for line in code.splitlines()) < 40

@@ -29,29 +29,6 @@ ROOMS = [
     "common", "masks", "gemm", "layout", "quantize", "score", "order", "select", "hopper", "attention",
 ]  # fmt: skip
 
-# What multiplies matrices in torch obeys autocast, and what a process lets torch round fp32 to.
-MULTIPLY = {
-    "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "cdist", "chain_matmul", "corrcoef", "cov", "dot",
-    "einsum", "inner", "linear", "matmul", "mm", "multi_dot", "mv", "scaled_dot_product_attention", "tensordot",
-    "vdot", "vecdot",
-}  # fmt: skip
-# One function that is immune, dense attention beside it, the yardstick of tests, a host's attention, a picture,
-# and a regression in NumPy's float64.
-MAY_MULTIPLY = {
-    "kernels/gemm/products.py", "execute/dense_attention.py", "testing/inputs.py",
-    "hosts/transformers/call.py", "hosts/diffusers/backend.py", "tools/demo/picture.py", "tools/tune/choice.py",
-}  # fmt: skip
-
-# What makes tensors on PyTorch's default device unless the call names one.
-MAKE = {
-    f"torch.{name}"
-    for name in (
-        "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
-        "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
-    )
-}  # fmt: skip
-
-
 MODULES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in SOURCE.rglob("*.py")
@@ -176,41 +153,6 @@ def test_functions_that_python_runs_have_types() -> None:
     """mypy passes over functions of kernels without any (`pyproject.toml`), which those for a GPU are."""
     found = [each for path in (SOURCE / "kernels").rglob("*.py") for each in bare(path)]
     assert not found
-
-
-def multiplies(path: Path) -> list[str]:
-    """Where a file multiplies matrices by torch; Triton's products and fields of stages have such names too."""
-    found = []
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
-            found.append(f"@ in line {node.lineno}")
-        elif isinstance(node, ast.Attribute) and node.attr in MULTIPLY:
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("tl", "gl", "self")):
-                found.append(f"{node.attr} in line {node.lineno}")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "einops"):
-            found += [f"{alias.name} in line {node.lineno}" for alias in node.names if alias.name in MULTIPLY]
-    return found
-
-
-def test_one_function_multiplies_matrices() -> None:
-    found = {str(path.relative_to(SOURCE)): multiplies(path) for path in SOURCE.rglob("*.py")}
-    others = {path: where for path, where in found.items() if where and path not in MAY_MULTIPLY}
-    assert not others, "call `products` of kernels/gemm/products.py, which autocast does not change"
-    assert all(found[path] for path in MAY_MULTIPLY)
-
-
-def test_tensors_are_made_on_named_devices() -> None:
-    """The default device may be a GPU, or "meta" while a model is built. Commands have their own process."""
-    made = [
-        f"{path.relative_to(SOURCE)}:{call.lineno}: {ast.unparse(call)}"
-        for path in SOURCE.rglob("*.py")
-        if path.relative_to(SOURCE).parts[0] != "tools"
-        for call in ast.walk(parsed(path))
-        if isinstance(call, ast.Call)
-        and ast.unparse(call.func) in MAKE
-        and not {keyword.arg for keyword in call.keywords} & {"device", None}
-    ]
-    assert not made, "name the device"
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import blocksparse as bs
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.layouts import LAYOUTS
+from tests.meaning import assert_same_bits
 from tests.on_kernels import pretend_gpu, small_preset
 from tests.specs import asked
 
@@ -47,13 +48,6 @@ def contiguous(*tensors: Tensor) -> Any:
     return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
-def assert_same(got: bs.AttentionOutput, want: bs.AttentionOutput) -> None:
-    assert torch.equal(got.out, want.out)
-    assert got.lse is not None
-    assert want.lse is not None
-    assert torch.equal(got.lse, want.lse)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_on_kernels")
 @pytest.mark.parametrize(
@@ -73,7 +67,7 @@ def test_executors(executor: bs.Executor[Any, Any], layout: str, moved: str, dev
     mask = bs.RankedBlockMask(keep, grid, torch.zeros_like(keep, dtype=torch.int32))
     in_rows = contiguous(q, k, v)
     want = executor(in_rows[0], in_rows[1], in_rows[2], mask, asked(mask, 0.25))
-    assert_same(executor(q, k, v, mask, asked(mask, 0.25)), want)
+    assert_same_bits(executor(q, k, v, mask, asked(mask, 0.25)), want)
 
 
 INDEX_LAYOUTS: dict[str, Any] = {
@@ -111,7 +105,7 @@ def test_orders(executor: bs.Executor[Any, Any], layout: str, kernels: bool, dev
         outputs.append((scores.values, mask.keep, executor(q, k, v, mask, asked(mask, 0.25))))
     for got, want in zip(*(x[:2] for x in outputs), strict=True):
         assert torch.equal(got, want)
-    assert_same(outputs[0][2], outputs[1][2])
+    assert_same_bits(outputs[0][2], outputs[1][2])
 
 
 IN_ALL_LAYOUTS = bs.TopCdf(torch.tensor([0.3, 9.0, 0.6, 9.0])[::2]) | bs.Sink(1)
@@ -165,7 +159,7 @@ def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, devi
     rank = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).argsort(-1).int().to(device))
     masks = [bs.RankedBlockMask(x, grid, y) for x, y in ((keep, rank), contiguous(keep, rank))]
     got, want = (executor(q, k, v, mask, asked(mask, 0.25)) for mask in masks)
-    assert_same(got, want)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4, 8])
@@ -193,4 +187,4 @@ def test_presets(name: str, device: str) -> None:
     q, k, v = (layouts[(5 * i + turn) % len(layouts)](x) for i, x in enumerate((q, k, v)))
     got, want = pipeline.trace(q, k, v), pipeline.trace(*contiguous(q, k, v))
     assert torch.equal(got.mask.keep, want.mask.keep)
-    assert_same(got.output, want.output)
+    assert_same_bits(got.output, want.output)

@@ -320,43 +320,6 @@ def test_density_counts_tokens_of_a_tail() -> None:
     assert float(trace.density()[0, 0]) == pytest.approx((16 * 16 * 2 + 8 * 8) / (16 * 16 + 16 * 32 + 8 * 40))
 
 
-class PerSegment(bs.Permuter[bs.Permutation]):
-    """Each segment of queries has its own order of its causal prefix, as S2O has; the rest is empty slots."""
-
-    def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> bs.Permutation:
-        N, S = k.shape[2], 32
-        first = (N - q.shape[2]) // S
-        maps = []
-        for segment in range(first, -(-N // S)):
-            end = min((segment + 1) * S, N)
-            order = torch.randperm(end, generator=torch.Generator().manual_seed(segment))
-            maps.append(torch.cat((order, torch.full((N - end,), -1))))
-        index = torch.stack(maps).int().expand(*k.shape[:2], -1, -1)
-        return bs.Permutation(index, group=S)
-
-
-class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
-    """Every block alike."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
-    ) -> bs.BlockScores:
-        cut = bs.Grid.of(q, k, permutation, spec, q_block=B16, k_block=B16)
-        return bs.BlockScores(torch.zeros(*q.shape[:2], cut.rows, cut.cols), cut)
-
-
-@pytest.mark.parametrize("M", [100, 61, 37, 4])
-def test_per_segment_orders(M: int) -> None:
-    """The values and the reference carry one key map per query group, in chunks too."""
-    q, k, v = make_qkv(Hq=4, Hkv=2, M=M, N=100, D=16, dtype=torch.float64)
-    trace = bs.Pipeline(PerSegment(), AnyOrder(), bs.Everything(), bs.ReferenceExecutor()).trace(q, k, v)
-    dense = bs.Pipeline(bs.Identity(), AnyOrder(), bs.Everything(), bs.ReferenceExecutor())(q, k, v)
-    torch.testing.assert_close(trace.output.out, dense, rtol=0, atol=1e-12)
-    assert float(trace.covered_mass().min()) == pytest.approx(1.0, abs=1e-6)
-    with pytest.raises(ValueError, match="whole number of query blocks: group=32, q_block=64"):
-        bs.Grid.of(q, k, trace.permutation, bs.AttentionSpec(scale=1.0), q_block=64, k_block=16)
-
-
 @pytest.mark.parametrize("heads", [4, 2], ids=["query heads", "KV heads"])
 @pytest.mark.parametrize("kept", [4, 2], ids=["query heads", "KV heads"])
 def test_density_counts_the_slots_of_each_head(heads: int, kept: int) -> None:

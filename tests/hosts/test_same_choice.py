@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 import transformers
 from tests.hosts.diffusion_models import CASES, SMALL, at, given
+from tests.hosts.test_diffusers import made, run
 from tests.stages import ByReference
 from tests.tiny_model import tiny_llama
 
@@ -75,16 +75,10 @@ def test_what_records_and_audits_of_a_language_model_say() -> None:
         model(input_ids=ids, use_cache=False)  # dense, whatever is shared
 
 
-def run(model: Any, inputs: dict[str, Any]) -> Tensor:
-    out: Tensor = model(**inputs, return_dict=False)[0]
-    return out
-
-
 def test_layers_of_a_video_model() -> None:
     """Each step chooses anew, but for those that keep choices, and each half of guidance for itself."""
     case = CASES["wan"]
-    torch.manual_seed(0)
-    model, halves = case.model().eval(), [given(case, SMALL), given(case, SMALL)]
+    model, halves = made(case), [given(case, SMALL), given(case, SMALL)]
     for every, ages in ((None, [0, 0, 0]), (2, [0, 1, 0])):
         executor, pipeline = watching()
         recorder, seen = DensityRecorder(), []
@@ -104,8 +98,7 @@ def test_layers_of_a_video_model() -> None:
 def test_a_kept_choice_that_covers_too_little_is_made_anew() -> None:
     """By an audit of each call, and bounds that all or none cross; with `fall_back` the layer is dense."""
     case, (_, pipeline) = CASES["wan"], watching()
-    torch.manual_seed(0)
-    model, inputs = case.model().eval(), given(case, SMALL)
+    model, inputs = made(case), given(case, SMALL)
     bounds: list[dict[str, Any]] = [{"min_mass": 1.0}, {"min_mass": 0.0}, {"min_mass": 1.0, "fall_back": True}]
     told: list[dict[str, Any]] = []
     for bound in bounds:
@@ -124,8 +117,7 @@ def test_a_kept_choice_that_covers_too_little_is_made_anew() -> None:
 def test_an_audit_of_a_video_model() -> None:
     """Without kept choices, and of groups of heads; where nothing is left out, nothing is off."""
     case = CASES["hunyuan_video"]
-    torch.manual_seed(0)
-    model, inputs = case.model().eval(), given(case, SMALL)
+    model, inputs = made(case), given(case, SMALL)
     everything: Any = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(8), bs.Everything(), bs.ReferenceExecutor())
     for attention in (everything, bs.HeadGroups({(0,): everything, (1,): None})):
         audit, recorder = Audit(rows=16, every=1), DensityRecorder()

@@ -29,7 +29,7 @@ import transformers
 from tests.specs import asked
 from tests.stages import ByReference
 from tests.tiny_model import tiny_llama
-from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers import AttentionInterface, Cache, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -116,29 +116,49 @@ each_cache = pytest.mark.parametrize("room", [None, 500], ids=["dynamic", "stati
 
 
 def in_chunks(
-    model: Any, ids: Tensor, sizes: list[int], room: int | None = None, *, masked: bool = False
+    model: Any,
+    ids: Tensor,
+    sizes: list[int] | int,
+    cache: int | Cache | None = None,
+    *,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """The logits of `ids`, a chunk at a time, over a static cache for `room` tokens or over a dynamic one."""
-    config = model.config
-    cache = DynamicCache(config=config) if room is None else StaticCache(config=config, max_cache_len=room)
+    """The logits of `ids`, a chunk at a time, over a cache: a static one for so many tokens, or a dynamic one.
+
+    `mask` `[B, N]` is of all tokens: a chunk gets it up to its own end.
+    """
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+    elif isinstance(cache, int):
+        cache = StaticCache(config=model.config, max_cache_len=cache)
     logits, done = [], 0
     for chunk in ids.split(sizes, dim=1):
         done += chunk.shape[1]
-        mask = torch.ones_like(ids[:, :done]) if masked else None
-        logits.append(model(chunk, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+        seen = None if mask is None else mask[:, :done]
+        logits.append(model(chunk, attention_mask=seen, past_key_values=cache, use_cache=True).logits)
     return torch.cat(logits, 1)
 
 
-def attached(model: Any, recorder: DensityRecorder, pipeline: LayerPipeline = DENSE_LIMIT) -> Attachment:
-    return attach(model, pipeline, min_tokens=16, min_queries=2, min_window=16, recorder=recorder)
+def attached(
+    model: Any,
+    recorder: DensityRecorder | None,
+    pipeline: LayerPipeline | Schedule = DENSE_LIMIT,
+    **options: Any,
+) -> Attachment:
+    limits: dict[str, Any] = {"min_tokens": 16, "min_queries": 2, "min_window": 16}
+    return attach(model, pipeline, recorder=recorder, **limits | options)
 
 
 def assert_same_logits(
-    model: Any, run: Callable[[Any], Tensor], recorder: DensityRecorder, pipeline: LayerPipeline = DENSE_LIMIT
+    model: Any,
+    run: Callable[[Any], Tensor],
+    recorder: DensityRecorder | None,
+    pipeline: LayerPipeline | Schedule = DENSE_LIMIT,
+    **options: Any,
 ) -> None:
     """`run` gives what eager attention gives, within fp32 rounding."""
     expected = run(model)
-    with attached(model, recorder, pipeline):
+    with attached(model, recorder, pipeline, **options):
         actual = run(model)
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
@@ -171,7 +191,9 @@ def test_one_shot_prefill_is_sparse(name: str, length: int, batch: int, masked: 
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "ones"])
 def test_unaligned_chunks_are_sparse_and_add_up(name: str, room: int | None, masked: bool) -> None:
     recorder, model, ids = DensityRecorder(), make(name), tokens(150, batch=2)
-    run = partial(in_chunks, ids=ids, sizes=[37, 64, 49], room=room, masked=masked)
+    run = partial(
+        in_chunks, ids=ids, sizes=[37, 64, 49], cache=room, mask=torch.ones_like(ids) if masked else None
+    )
     assert_same_logits(model, run, recorder)
     assert all_sparse(recorder, calls=3)
     with attached(model, DensityRecorder()):
@@ -309,7 +331,7 @@ def test_masks_of_the_caller_are_dense(name: str, boolean: bool) -> None:
 @each_cache
 def test_chunks_that_grow_out_of_the_window(name: str, room: int | None) -> None:
     recorder = DensityRecorder()
-    run = partial(in_chunks, ids=tokens(95, batch=2), sizes=[20, 25, 30, 20], room=room)
+    run = partial(in_chunks, ids=tokens(95, batch=2), sizes=[20, 25, 30, 20], cache=room)
     assert_same_logits(make(name), run, recorder)
     if name != "mistral":
         assert all_sparse(recorder, calls=4)
@@ -319,14 +341,13 @@ def test_chunks_that_grow_out_of_the_window(name: str, room: int | None) -> None
 @each_cache
 def test_decoding_is_dense(name: str, room: int | None) -> None:
     recorder = DensityRecorder()
-    run = partial(in_chunks, ids=tokens(60, batch=2), sizes=[57, 1, 1, 1], room=room)
+    run = partial(in_chunks, ids=tokens(60, batch=2), sizes=[57, 1, 1, 1], cache=room)
     assert_same_logits(make(name), run, recorder)
     assert all(reasons["decode"] == 3 for reasons in recorder.dense_calls().values())
 
 
 def test_short_calls_are_dense() -> None:
     model, ids = make("llama"), tokens(60)
-    expected = model(ids).logits
     with attach(model, SPARSE, min_tokens=60, min_queries=60, recorder=(just_enough := DensityRecorder())):
         model(ids)
     assert all_sparse(just_enough)
@@ -336,18 +357,14 @@ def test_short_calls_are_dense() -> None:
     ]
     for limits, reason in cases:
         recorder = DensityRecorder()
-        with attach(model, SPARSE, recorder=recorder, audit=None, **limits):
-            torch.testing.assert_close(model(ids).logits, expected, atol=2e-4, rtol=1e-4)
+        assert_same_logits(model, lambda model: model(ids).logits, recorder, SPARSE, **limits)
         assert all_dense(recorder, reason)
 
 
 @each_cache
 def test_short_chunks_are_dense_and_aligned_to_the_last_key(room: int | None) -> None:
-    model, recorder = make("llama"), DensityRecorder()
-    run = partial(in_chunks, model, tokens(60, batch=2), [50, 7, 3], room)
-    expected = run()
-    with attach(model, DENSE_LIMIT, min_tokens=1, min_queries=8, recorder=recorder):
-        torch.testing.assert_close(run(), expected, atol=2e-4, rtol=1e-4)
+    recorder, run = DensityRecorder(), partial(in_chunks, ids=tokens(60, batch=2), sizes=[50, 7, 3], cache=room)
+    assert_same_logits(make("llama"), run, recorder, min_queries=8)
     assert recorder.sparse_calls() == {0: 1, 1: 1}
     assert recorder.dense_calls()[0] == Counter({"fewer than min_queries": 2})
 
@@ -488,7 +505,7 @@ def test_bidirectional_modules_are_dense(name: str) -> None:
 @each_cache
 def test_compiled_models_give_the_same(room: int | None) -> None:
     model = make("llama", num_hidden_layers=1)
-    run = partial(in_chunks, ids=tokens(60), sizes=[50, 9, 1], room=room)
+    run = partial(in_chunks, ids=tokens(60), sizes=[50, 9, 1], cache=room)
     expected = run(model)
     with attached(model, DensityRecorder()):
         actual = run(torch.compile(model, backend="eager"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from tests.hosts.test_transformers import LAYERS, make, tokens
+from tests.hosts.test_transformers import LAYERS, in_chunks, make, tokens
 from tests.stages import ByReference
 from transformers import DynamicCache, GenerationMixin
 
@@ -40,13 +40,6 @@ def pipeline(kept: Kept) -> bs.Pipeline[Any, Any, Any]:
     )
 
 
-def read(model: Any, ids: Tensor, size: int) -> None:
-    """A loop of chunks, as users write it."""
-    cache = DynamicCache(config=model.config)
-    for chunk in ids.split(size, dim=1):
-        model(chunk, past_key_values=cache)
-
-
 @pytest.mark.parametrize("size", [16, 64, 256])
 def test_generate_tells_how_long_a_prompt_is(size: int) -> None:
     model, ids, kept = make("llama").double(), tokens(N), Kept()
@@ -56,7 +49,7 @@ def test_generate_tells_how_long_a_prompt_is(size: int) -> None:
         whole = kept.rows(N // BLOCK)
         model.generate(ids, max_new_tokens=3, do_sample=False, prefill_chunk_size=size)
         assert torch.equal(kept.rows(N // BLOCK), whole)
-        read(model, ids, size)
+        in_chunks(model, ids, size)
         assert not torch.equal(kept.rows(N // BLOCK), whole)  # each call has its own end
     assert GenerationMixin._prefill is before
 
@@ -72,7 +65,7 @@ def test_auto_keeps_the_same_blocks() -> None:
         for size in (512, 1024):
             model.generate(ids, max_new_tokens=2, do_sample=False, prefill_chunk_size=size)
             assert torch.equal(kept.rows(16), whole)
-            read(model, ids, size)
+            in_chunks(model, ids, size)
             assert not torch.equal(kept.rows(16), whole)
 
 
@@ -84,7 +77,7 @@ def test_a_loop_of_chunks_can_tell(size: int) -> None:
         whole = kept.rows(N // BLOCK)
         for tells in (attachment.prompt(N), nullcontext()):
             with tells:
-                read(model, ids, size)
+                in_chunks(model, ids, size)
             same = torch.equal(kept.rows(N // BLOCK), whole)
             assert same == (not isinstance(tells, nullcontext))
     for wrong, error in ((0, ValueError), ("all", TypeError)):

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import transformers
-from tests.hosts.test_transformers import DENSE_LIMIT, LAYERS, SPARSE, make, tokens
+from tests.hosts.test_transformers import LAYERS, SPARSE, attached, make, tokens
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -23,7 +23,6 @@ from blocksparse.hosts.transformers import DensityRecorder, attach
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its own configuration
 OLD = "cache" not in inspect.signature(sdpa_attention_forward).parameters
 new = pytest.mark.skipif(OLD, reason="an older transformers")
-LEAST: dict[str, Any] = {"min_tokens": 16, "min_queries": 2, "min_window": 16}
 PROMPTS = [tokens(n)[0].tolist() for n in (70, 33, 90)]
 
 
@@ -60,15 +59,15 @@ def test_requests_are_sparse_one_by_one(name: str) -> None:
     model, recorder = make(name), DensityRecorder()
     model.set_attn_implementation("sdpa")
     expected = generated(model)
-    with attach(model, DENSE_LIMIT, **LEAST, recorder=recorder, continuous_batching=True):
+    with attached(model, recorder, continuous_batching=True):
         assert generated(model) == expected
     assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 3)
     assert recorder.dense_calls() == {layer: {"decode": 2} for layer in range(LAYERS)}
     recorder.clear()
-    with attach(model, SPARSE, **LEAST, recorder=recorder, continuous_batching=True):
+    with attached(model, recorder, SPARSE, continuous_batching=True):
         answers = generated(model)
     assert float(recorder.density().max()) < 0.7
-    with attach(model, SPARSE, **LEAST):
+    with attached(model, None, SPARSE):
         first = [int(model(torch.tensor([prompt])).logits[0, -1].argmax()) for prompt in PROMPTS]
     assert [answer[0] for answer in answers] == first
     assert model.config._attn_implementation == "sdpa"

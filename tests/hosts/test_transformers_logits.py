@@ -27,7 +27,7 @@ from tests.machine import needs_gpu
 
 from blocksparse import AutoExecutor, CpuExecutor, Everything, GatherExecutor, Ranked, TritonExecutor
 from blocksparse.check.per_head import read, read_changed_again
-from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.hosts.transformers import DensityRecorder
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
@@ -77,7 +77,7 @@ def test_long_prompts_on_a_gpu(dense: bool, name: str) -> None:
     pipeline: Any = evolve(DENSE_LIMIT, executor=TritonExecutor())
     expected = model(ids).logits
     recorder = DensityRecorder()
-    with attach(model, Schedule(None if dense else pipeline), min_tokens=16, min_window=16, recorder=recorder):
+    with attached(model, recorder, Schedule(None if dense else pipeline)):
         torch.testing.assert_close(model(ids).logits, expected, atol=2e-4 * float(expected.abs().max()), rtol=0)
     assert all_dense(recorder, "no pipeline for this layer") if dense else all_sparse(recorder)
 
@@ -100,7 +100,6 @@ def test_sparse_layers_attend_to_less_with_them(name: str) -> None:
 @each_model
 def test_dense_with_a_reason_where_nothing_else_works(name: str) -> None:
     model, ids = with_sinks(name), tokens(100, batch=2)
-    expected = model(ids).logits
     ranked = evolve(DENSE_LIMIT, selector=Ranked(Everything()), executor=GatherExecutor(0.0))
     unknown = "it knows no softcap and no attention sinks"  # one of the layers has a window beside them
     cases: list[tuple[LayerPipeline | Schedule, dict[str, Any], str]] = [
@@ -111,10 +110,7 @@ def test_dense_with_a_reason_where_nothing_else_works(name: str) -> None:
     ]
     for pipeline, given, reason in cases:
         recorder = DensityRecorder()
-        limits = {"min_tokens": 16, "min_queries": 2, "min_window": 16}
-        with attach(model, pipeline, recorder=recorder, **{**limits, **given}):
-            actual = model(ids).logits
-        torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+        assert_same_logits(model, lambda model: model(ids).logits, recorder, pipeline, **given)
         assert recorder.sparse_calls() == {}
         for calls in recorder.dense_calls().values():
             (why,) = calls
@@ -124,25 +120,27 @@ def test_dense_with_a_reason_where_nothing_else_works(name: str) -> None:
 @each_model
 def test_in_groups_of_heads_and_under_audits(name: str) -> None:
     model, ids = with_sinks(name), tokens(100, batch=2)
-    expected, audit = model(ids).logits, Audit(rows=50, every=1)
-    groups = HeadGroups({(1,): None, (0,): evolve(DENSE_LIMIT, executor=CPU)})
-    for pipeline, watched in ((DENSE_LIMIT, audit), (groups, None)):
-        with attach(model, pipeline, min_tokens=16, min_queries=2, min_window=16, audit=watched):
-            actual = model(ids).logits
-        torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    expected = model(ids).logits
+    assert_same_in_groups_and_audited(model, ids, {(1,): None, (0,): evolve(DENSE_LIMIT, executor=CPU)})
+    sparse = evolve(SPARSE, executor=CPU)
+    falls_back = Audit(rows=50, every=1, max_error=1e-6, fall_back=True)
+    with attached(model, None, sparse, audit=falls_back):
+        for _ in range(2):
+            model(ids)
+            falls_back.layers()
+        actual = model(ids).logits
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
+def assert_same_in_groups_and_audited(model: Any, ids: Tensor, groups: dict[tuple[int, ...], Any]) -> None:
+    """Under an audit of each call, which finds that nothing is lost, and with these groups of heads."""
+    audit = Audit(rows=50, every=1)
+    assert_same_logits(model, lambda model: model(ids).logits, None, DENSE_LIMIT, audit=audit)
+    assert_same_logits(model, lambda model: model(ids).logits, None, HeadGroups(groups))
     assert len(audit.layers()) == LAYERS
     for layer in audit.layers():
         assert layer.covered_mass is not None
         assert abs(layer.covered_mass.value - 1) < 1e-5
-    sparse = evolve(SPARSE, executor=CPU)
-    falls_back = Audit(rows=50, every=1, max_error=1e-6, fall_back=True)
-    with attach(model, sparse, min_tokens=16, min_queries=2, min_window=16, audit=falls_back):
-        model(ids)
-        falls_back.layers()
-        model(ids)
-        falls_back.layers()
-        actual = model(ids).logits
-    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
 def _write(sinks: Tensor) -> None:

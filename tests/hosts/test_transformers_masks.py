@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,18 @@ pytest.importorskip("transformers")
 
 import transformers
 from tests.hosts.small_models import small_model
-from tests.hosts.test_transformers import DENSE_LIMIT, SIZES, VOCABULARY, WINDOW, attached, tokens
-from tests.hosts.test_transformers_models import LAYERS_OF, SEQ2SEQ, assert_same, random_model
+from tests.hosts.test_transformers import (
+    DENSE_LIMIT,
+    SIZES,
+    VOCABULARY,
+    WINDOW,
+    assert_same_logits,
+    attached,
+    tokens,
+)
+from tests.hosts.test_transformers_models import LAYERS_OF, SEQ2SEQ, assert_as_alone, assert_same, random_model
 
 from blocksparse.hosts.transformers import DensityRecorder, attach
-from blocksparse.hosts.transformers.mask_request import reads_as_numbers, widens
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.layers.schedule import Schedule
 
@@ -86,9 +91,7 @@ def test_a_mask_that_was_promised_is_given() -> None:
     )
     model = random_model(transformers.T5Gemma2ForConditionalGeneration._from_config, config)
     ids, recorder = tokens(80).clamp_max(57), DensityRecorder()
-    expected = model(ids, decoder_input_ids=ids).logits
-    with attached(model, recorder):
-        assert_same(model(ids, decoder_input_ids=ids).logits, expected)
+    assert_as_alone(model, lambda model: model(ids, decoder_input_ids=ids).logits, recorder)
 
 
 def test_indexers_get_their_mask() -> None:
@@ -119,11 +122,8 @@ def shared_layers(**other: Any) -> Any:
 
 @pytest.mark.parametrize("last", [0, 1, 4, 40])
 def test_the_last_queries_of_shared_layers(last: int) -> None:
-    model, ids, recorder = shared_layers(), tokens(100), DensityRecorder()
-    expected = model(ids, logits_to_keep=last).logits
-    with attached(model, recorder):
-        actual = model(ids, logits_to_keep=last).logits
-    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    ids, recorder = tokens(100), DensityRecorder()
+    assert_same_logits(shared_layers(), lambda model: model(ids, logits_to_keep=last).logits, recorder)
     assert recorder.sparse_calls() == dict.fromkeys(range(4 if last == 1 else 6), 1)
     assert recorder.dense_calls() == ({x: Counter({"decode": 1}) for x in (4, 5)} if last == 1 else {})
 
@@ -169,9 +169,7 @@ def test_paligemma_sees_all_of_its_prefix(text: str, types: bool) -> None:
     model = random_model(transformers.PaliGemmaForConditionalGeneration._from_config, config)
     ids, recorder = tokens(80).clamp_max(59), DensityRecorder()
     given = {"token_type_ids": torch.arange(80)[None].ge(50).long()} if types else {}
-    expected = model(ids, **given).logits
-    with attached(model, recorder):
-        assert_same(model(ids, **given).logits, expected)
+    assert_as_alone(model, lambda model: model(ids, **given).logits, recorder)
 
 
 # ---- arithmetic on masks
@@ -230,39 +228,6 @@ def test_models_that_do_arithmetic_on_masks_are_refused(build: Callable[[], Any]
     assert model.config._attn_implementation == build().config._attn_implementation
 
 
-READERS = {  # whoever is new here is refused, so look at what it does
-    "bigbird_pegasus": {"BigBirdPegasusSelfAttention"},
-    "clap": {"ClapAudioSelfAttention"},
-    "conditional_detr": {"ConditionalDetrMHAttentionMap"},
-    "deepseek_v4": {"DeepseekV4Attention"},  # its mask gets columns for the keys that it adds
-    "detr": {"DetrMHAttentionMap"},
-    "git": {"GitSelfAttention"},
-    "informer": {"InformerProbSparseAttention"},
-    "maskformer": {"MaskFormerDetrMHAttentionMap"},
-    "nllb_moe": {"NllbMoeTop2Router"},
-    "pp_doclayout_v2": {"PPDocLayoutV2ReadingOrderSelfAttention"},
-}
-
-
-@pytest.mark.slow  # all models of transformers are parsed
-def test_which_classes_do_arithmetic_on_masks() -> None:
-    found: dict[str, set[str]] = {}
-    for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
-        if "ALL_ATTENTION_FUNCTIONS" not in (source := file.read_text()):
-            continue
-        for part in ast.parse(source).body:
-            if not isinstance(part, ast.ClassDef) or any("PreTrained" in ast.unparse(x) for x in part.bases):
-                continue
-            methods = [x for x in part.body if isinstance(x, ast.FunctionDef)]
-            asks = any(x.name == "forward" and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(x) for x in methods)
-            if any(map(widens if asks else reads_as_numbers, methods)):
-                found.setdefault(file.parent.name, set()).add(part.name)
-    if transformers.__version__.startswith("5.23."):
-        assert found == READERS
-    else:  # of other versions no list is kept
-        assert found["git"] == READERS["git"]
-
-
 # ---- layers that share one attention
 
 
@@ -278,6 +243,6 @@ def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
             attach(model, schedule)
     ids, recorder = tokens(80), DensityRecorder()
     expected = model(ids).logits
-    with attach(model, Schedule(DENSE_LIMIT), min_tokens=16, recorder=recorder):
+    with attached(model, recorder, Schedule(DENSE_LIMIT)):
         assert_same(model(ids).logits, expected)
     assert recorder.sparse_calls() == {-1: 2}

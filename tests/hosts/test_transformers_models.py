@@ -25,6 +25,7 @@ from tests.hosts.test_transformers import (
     WINDOW,
     all_dense,
     all_sparse,
+    assert_same_logits,
     attached,
     make,
     tokens,
@@ -84,6 +85,15 @@ def assert_same(actual: Tensor, expected: Tensor, rounding: float = 0.0) -> None
     )
 
 
+def assert_as_alone(
+    model: Any, run: Callable[[Any], Tensor], recorder: DensityRecorder, rounding: float = 0.0
+) -> None:
+    """In the dense limit `run` gives what the model computes by itself."""
+    expected = run(model)
+    with attached(model, recorder):
+        assert_same(run(model), expected, rounding)
+
+
 @pytest.mark.filterwarnings("ignore")  # of models about kernels that are not installed
 @pytest.mark.parametrize("name", TABLE)
 def test_which_layers_are_sparse(name: str) -> None:
@@ -136,9 +146,7 @@ def test_decoders_of_two_part_models_are_sparse(build: Callable[[], Any], padded
     if padded:
         given |= {"attention_mask": mask, "decoder_attention_mask": mask}
     real = mask.bool() if padded else slice(None)
-    expected = model(ids, **given).logits[real]
-    with attached(model, recorder):
-        assert_same(model(ids, **given).logits[real], expected)
+    assert_as_alone(model, lambda model: model(ids, **given).logits[real], recorder)
     if build is bart:
         assert recorder.sparse_calls() == dict.fromkeys(range(2), 2 if padded else 1)
         assert recorder.dense_calls() == {layer: Counter({"not causal": 2}) for layer in range(2)}
@@ -152,9 +160,8 @@ def test_the_decoder_of_a_speech_model_is_sparse() -> None:
     config = transformers.WhisperConfig(**SEQ2SEQ, **LAYERS_OF, **sizes, max_source_positions=50, bos_token_id=1)
     model = random_model(transformers.WhisperForConditionalGeneration._from_config, config)
     given = {"input_features": torch.randn(2, 8, 100), "decoder_input_ids": tokens(80, batch=2)}
-    expected, recorder = model(**given).logits, DensityRecorder()
-    with attached(model, recorder):
-        assert_same(model(**given).logits, expected)
+    recorder = DensityRecorder()
+    assert_as_alone(model, lambda model: model(**given).logits, recorder)
     assert recorder.sparse_calls() == {0: 1, 1: 1}
     assert {reason for calls in recorder.dense_calls().values() for reason in calls} == {"not causal"}
 
@@ -174,17 +181,13 @@ def test_modules_that_do_not_say_whether_they_are_causal(padded: bool) -> None:
         random_model(transformers.SplinterModel._from_config, config),
         mask.bool() if padded else slice(None),
     )
-    expected, recorder = model(ids, **given).last_hidden_state[real], DensityRecorder()
-    with attached(model, recorder):
-        assert_same(model(ids, **given).last_hidden_state[real], expected)
+    recorder = DensityRecorder()
+    assert_as_alone(model, lambda model: model(ids, **given).last_hidden_state[real], recorder)
     assert recorder.sparse_calls() == {}
     decoder = make("llama")
     for layer in decoder.model.layers:
         del layer.self_attn.is_causal
-    expected = decoder(ids, **given).logits[real]
-    with attached(decoder, recorder):
-        actual = decoder(ids, **given).logits[real]
-    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    assert_same_logits(decoder, lambda decoder: decoder(ids, **given).logits[real], recorder)
     assert recorder.sparse_calls() == dict.fromkeys(range(2), 2 if padded else 1)
 
 
@@ -263,12 +266,11 @@ def test_dense_attention_holds_a_few_rows_of_logits(
     name: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither logits nor a mask of all pairs, in windows and where the model's own function runs."""
-    import blocksparse.hosts.transformers.call as calls
     import blocksparse.hosts.transformers.call as integration
 
     own = name in ("gemma2", "gpt_oss")
     if own:  # as under torch.compile
-        monkeypatch.setattr(calls, "unread_because", lambda *_: "softcap or sinks")
+        monkeypatch.setattr(integration, "unread_because", lambda *_: "softcap or sinks")
     for name_of_it in ("LOGITS_AT_ONCE", "MASK_AT_ONCE"):
         monkeypatch.setattr(integration, name_of_it, 2**14)
     model, ids, recorder = make(name), tokens(600), DensityRecorder()
@@ -325,10 +327,8 @@ class _Wrapper(nn.Module):
 @pytest.mark.parametrize("wrap", [_Wrapper, lambda model: torch.compile(model, backend="eager")])
 def test_wrapped_models_are_attached_to(wrap: Callable[[Any], Any]) -> None:
     model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
-    wrapped, expected = wrap(model), model(ids).logits
     torch.compiler.reset()
-    with attached(wrapped, recorder):
-        torch.testing.assert_close(wrapped(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert_as_alone(wrap(model), lambda wrapped: wrapped(ids).logits, recorder)
     assert all_sparse(recorder)
     assert model.config._attn_implementation == "eager"
     torch.compiler.reset()
@@ -391,9 +391,7 @@ def test_a_sink_for_each_query_goes_with_its_row(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(integration, "LOGITS_AT_ONCE", 1)
     model, ids, recorder = small_model("inkling2_text"), tokens(80), DensityRecorder()
-    expected = model(ids).logits
-    with attached(model, recorder):
-        assert_same(model(ids).logits, expected)
+    assert_as_alone(model, lambda model: model(ids).logits, recorder)
     assert all_dense(recorder, "position bias")
 
 

@@ -21,12 +21,15 @@ from tests.hosts.test_transformers import (
     WINDOW,
     all_dense,
     all_sparse,
+    assert_same_logits,
     attached,
+    each_cache,
+    in_chunks,
     make,
     tokens,
 )
 from tests.machine import needs_gpu
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
 from blocksparse import Everything, MeanPoolScorer, Pipeline, Schedule, SegmentKeySort, Sequences, TritonExecutor
 from blocksparse.hosts.transformers import DensityRecorder, attach
@@ -66,10 +69,7 @@ def test_padded_prompts_are_sparse(name: str, side: str) -> None:
     if name == "gemma3":
         mask = mask[:, :WINDOW]  # layers with a window are sparse within it
     ids, real = tokens(mask.shape[1], batch=3), mask.bool()
-    expected = model(ids, attention_mask=mask).logits[real]
-    with attached(model, recorder):
-        actual = model(ids, attention_mask=mask).logits[real]
-    assert_close(actual, expected)
+    assert_same_logits(model, lambda model: model(ids, attention_mask=mask).logits[real], recorder)
     lengths = mask.sum(1).tolist()
     assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), sum(n >= 16 for n in lengths))
     short = Counter("decode" if n == 1 else "fewer than min_tokens" for n in lengths if 0 < n < 16)
@@ -84,25 +84,16 @@ def test_padded_prompts_are_sparse(name: str, side: str) -> None:
     assert float(recorder.density().max()) < 0.9
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_chunks_of_padded_prompts_are_sparse(static: bool) -> None:
+@each_cache
+def test_chunks_of_padded_prompts_are_sparse(room: int | None) -> None:
     """As `generate` makes them: a prompt may begin in a later chunk, or end in an earlier one."""
-    model, recorder, ids = make("llama"), DensityRecorder(), tokens(100, batch=4)
+    recorder, ids = DensityRecorder(), tokens(100, batch=4)
     mask = mask_of((0, 100), (3, 100), (60, 100), (0, 65), N=100)
 
-    def run() -> Tensor:
-        cache = (
-            StaticCache(config=model.config, max_cache_len=120) if static else DynamicCache(config=model.config)
-        )
-        logits = []
-        for start, end in ((0, 40), (40, 60), (60, 100)):
-            given: dict[str, Any] = {"attention_mask": mask[:, :end], "past_key_values": cache}
-            logits.append(model(ids[:, start:end], **given).logits)
-        return torch.cat(logits, 1)[mask.bool()]
+    def run(model: Any) -> Tensor:
+        return in_chunks(model, ids, [40, 20, 40], room, mask=mask)[mask.bool()]
 
-    expected = run()
-    with attached(model, recorder):
-        assert_close(run(), expected)
+    assert_same_logits(make("llama"), run, recorder)
     assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 3 + 3 + 4)
     assert recorder.dense_calls() == {}
 
@@ -131,7 +122,7 @@ def test_padding_behind_a_prompt_generates_the_same_tokens(
     expected = model(ids, attention_mask=mask).logits[:, -1]
     answers = model.generate(ids, **given)
     recorder = DensityRecorder()
-    with attach(model, DENSE_LIMIT, recorder=recorder, min_tokens=min_tokens, min_queries=1, min_window=1):
+    with attached(model, recorder, min_tokens=min_tokens, min_queries=1, min_window=1):
         assert_close(model(ids, attention_mask=mask).logits[:, -1], expected)
         assert torch.equal(model.generate(ids, **given), answers)
     assert bool(recorder.sparse_calls()) == (min_tokens < 70)
@@ -156,12 +147,9 @@ def test_a_row_of_padding_that_sees_no_key_is_as_sdpa_has_it(host: str, padding:
 
 
 def test_padding_inside_of_a_prompt_is_dense() -> None:
-    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60, batch=2)
-    mask = mask_of((0, 60), (0, 60), N=60)
+    recorder, ids, mask = DensityRecorder(), tokens(60, batch=2), mask_of((0, 60), (0, 60), N=60)
     mask[1, 20:30] = 0
-    expected = model(ids, attention_mask=mask).logits[mask.bool()]
-    with attached(model, recorder):
-        assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected)
+    assert_same_logits(make("llama"), lambda m: m(ids, attention_mask=mask).logits[mask.bool()], recorder)
     assert all_dense(recorder, "mask")
 
 
@@ -175,14 +163,7 @@ def test_a_mask_is_of_the_tokens_before_its_chunk(name: str) -> None:
 
     def run() -> Tensor:
         cache.reset()  # which leaves a cache that has counted, so that the first chunk is not another case
-        chunks = ((0, 25), (25, 55), (55, 90))
-        return torch.cat(
-            [
-                model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
-                for start, end in chunks
-            ],
-            1,
-        )[mask.bool()]
+        return in_chunks(model, ids, [25, 30, 35], cache, mask=mask)[mask.bool()]
 
     run()
     expected = run()
@@ -192,10 +173,11 @@ def test_a_mask_is_of_the_tokens_before_its_chunk(name: str) -> None:
 
 
 def test_dense_layers_read_padded_prompts_one_by_one() -> None:
-    model, recorder, ids, mask = make("llama"), DensityRecorder(), tokens(80, batch=3), PADDINGS["both"]
-    expected = model(ids, attention_mask=mask).logits[mask.bool()]
-    with attach(model, Schedule(DENSE_LIMIT, dense=[0]), min_tokens=16, min_queries=2, recorder=recorder):
-        assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected)
+    recorder, ids, mask = DensityRecorder(), tokens(80, batch=3), PADDINGS["both"]
+    schedule = Schedule(DENSE_LIMIT, dense=[0])
+    assert_same_logits(
+        make("llama"), lambda m: m(ids, attention_mask=mask).logits[mask.bool()], recorder, schedule
+    )
     assert recorder.sparse_calls() == {1: 3}
     assert recorder.dense_calls() == {0: Counter({"no pipeline for this layer": 3})}
 
@@ -222,11 +204,9 @@ def test_packed_prompts_are_sparse(name: str, flash: dict[str, Any]) -> None:
 
 def test_packed_prompts_beyond_a_window_attend_within_it() -> None:
     """In the layers that have the window."""
-    model, recorder, ids = make("gemma3"), DensityRecorder(), tokens(100)
+    recorder, ids = DensityRecorder(), tokens(100)
     positions = torch.cat((torch.arange(WINDOW + 2), torch.arange(98 - WINDOW)))[None]
-    expected = model(ids, position_ids=positions, use_cache=False).logits
-    with attached(model, recorder):
-        assert_close(model(ids, position_ids=positions, use_cache=False).logits, expected)
+    assert_same_logits(make("gemma3"), lambda m: m(ids, position_ids=positions, use_cache=False).logits, recorder)
     assert recorder.sparse_calls() == {0: 2, 1: 2}
     assert recorder.dense_calls() == {}
 
@@ -237,7 +217,7 @@ def test_cu_seq_lens_count_where_no_mask_tells() -> None:
     expected = model(ids, **PACKED).logits
     given = {"position_ids": PACKED["position_ids"], **FLASH}
     for pipeline in (DENSE_LIMIT, Schedule(None)):
-        with attached(model, recorder, pipeline):  # type: ignore[arg-type]
+        with attached(model, recorder, pipeline):
             assert_close(model(ids, **given).logits, expected)
     with torch.enable_grad(), attached(model, recorder):
         assert_close(model(ids, **given).logits.detach(), expected)
@@ -257,14 +237,11 @@ def test_cu_seq_lens_count_in_windows_too(name: str, static: bool) -> None:
     model, recorder, lengths = make(name), DensityRecorder(), (WINDOW + 30, WINDOW, 25)
     ids, ends = tokens(sum(lengths)), torch.tensor([0, *lengths]).cumsum(0)
     expected = torch.cat([model(prompt).logits for prompt in ids.split(lengths, 1)], 1)
-    given = {
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-    }
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    given = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     for pipeline in (DENSE_LIMIT, Schedule(None)):
         cache = StaticCache(model.config, max_cache_len=300) if static else None
-        with attached(model, recorder, pipeline):  # type: ignore[arg-type]
+        with attached(model, recorder, pipeline):
             assert_close(model(ids, **given, past_key_values=cache).logits, expected)
     assert recorder.sparse_calls() == {0: 3, 1: 3}
     assert recorder.dense_calls() == {layer: {"no pipeline for this layer": 3} for layer in range(LAYERS)}

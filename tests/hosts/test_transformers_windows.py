@@ -21,9 +21,12 @@ from tests.hosts.test_transformers import (
     WINDOW,
     all_sparse,
     assert_same_logits,
+    attached,
+    in_chunks,
     make,
     tokens,
 )
+from tests.hosts.test_transformers_logits import assert_same_in_groups_and_audited
 from tests.largest import Largest
 from transformers.masking_utils import (
     chunked_causal_mask_function,
@@ -36,9 +39,7 @@ from blocksparse import CpuExecutor, Everything, GatherExecutor, Ranked
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.hosts.transformers.mask_request import mask_of
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
-from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
-from blocksparse.observe import Audit
 
 CPU: Any = CpuExecutor()
 
@@ -67,7 +68,7 @@ def test_layers_that_are_compiled_for_any_length_know_their_window(name: str, pa
     torch.compiler.reset()
     for layer in model.model.layers:
         layer.compile(backend="eager", dynamic=True)
-    with attach(model, DENSE_LIMIT, min_tokens=16, min_queries=2, min_window=WINDOW, recorder=recorder):
+    with attached(model, recorder, min_window=WINDOW):
         actual = model(ids, attention_mask=mask).logits
     torch.compiler.reset()
     torch.testing.assert_close(actual[:, padding:], expected[:, padding:], atol=2e-4, rtol=1e-4)
@@ -80,7 +81,6 @@ def test_layers_that_are_compiled_for_any_length_know_their_window(name: str, pa
 def test_windows_are_dense_with_a_reason_where_nothing_else_pays_or_works(name: str) -> None:
     """Exactly, and only in the layers that have one."""
     model, ids = make(name), tokens(100, batch=2)
-    expected = model(ids).logits
     sliding = range(LAYERS) if name == "mistral" else [0]
     ranked = evolve(DENSE_LIMIT, selector=Ranked(Everything()), executor=GatherExecutor(0.0))
     cases: list[tuple[LayerPipeline | Schedule, dict[str, Any], str]] = [
@@ -90,11 +90,8 @@ def test_windows_are_dense_with_a_reason_where_nothing_else_pays_or_works(name: 
         (ranked, {}, "GatherExecutor: it knows no sliding window, and this call has one of 48 tokens"),
     ]
     for pipeline, given, reason in cases:
-        recorder = DensityRecorder()
-        limits = {"min_tokens": 16, "min_queries": 2, "min_window": WINDOW}
-        with attach(model, pipeline, recorder=recorder, **{**limits, **given}):
-            actual = model(ids).logits
-        torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+        recorder, options = DensityRecorder(), {"min_window": WINDOW} | given
+        assert_same_logits(model, lambda model: model(ids).logits, recorder, pipeline, **options)
         assert recorder.dense_calls() == {layer: Counter({reason: 1}) for layer in sliding}
         assert recorder.sparse_calls() == {layer: 1 for layer in range(LAYERS) if layer not in sliding}
 
@@ -106,21 +103,16 @@ def test_min_tokens_counts_what_the_cache_of_a_window_dropped(name: str, padding
     model, ids, recorder = make(name), tokens(150 + padding), DensityRecorder()
     mask = torch.ones_like(ids)
     mask[:, :padding] = 0
-    with attach(model, SPARSE, min_tokens=75, min_queries=2, min_window=WINDOW, recorder=recorder):
-        cache, done = transformers.DynamicCache(config=model.config), 0
-        for chunk in ids.split([25 + padding, 25, 25, 25, 25, 25], dim=1):
-            done += chunk.shape[1]
-            model(chunk, attention_mask=mask[:, :done], past_key_values=cache)
+    with attached(model, recorder, SPARSE, min_tokens=75, min_window=WINDOW):
+        in_chunks(model, ids, [25 + padding, 25, 25, 25, 25, 25], mask=mask)
     assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 4)
     assert recorder.dense_calls() == {x: {"fewer than min_tokens": 2} for x in range(LAYERS)}
 
 
 def test_a_short_window_is_the_reason_however_few_keys_a_chunk_sees() -> None:
     model, ids, recorder = make("mistral"), tokens(150), DensityRecorder()
-    with attach(model, SPARSE, min_tokens=100, min_queries=2, min_window=WINDOW + 1, recorder=recorder):
-        cache = transformers.DynamicCache(config=model.config)
-        for chunk in ids.split(30, dim=1):
-            model(chunk, past_key_values=cache)
+    with attached(model, recorder, SPARSE, min_tokens=100, min_window=WINDOW + 1):
+        in_chunks(model, ids, [30] * 5)
     reasons = {"fewer than min_tokens": 1, "a sliding window of fewer than min_window": 4}
     assert recorder.dense_calls() == dict.fromkeys(range(LAYERS), reasons)
 
@@ -133,16 +125,8 @@ def test_limits_of_windows_are_whole_numbers() -> None:
 
 
 def test_windows_under_audits_and_in_groups_of_heads() -> None:
-    model, ids = make("mistral"), tokens(100, batch=2)
-    expected, audit = model(ids).logits, Audit(rows=50, every=1)
-    groups = HeadGroups({(0,): None, (1,): DENSE_LIMIT})
-    for pipeline, watched in ((DENSE_LIMIT, audit), (groups, None)):
-        with attach(model, pipeline, min_tokens=16, min_queries=2, min_window=WINDOW, audit=watched):
-            actual = model(ids).logits
-        torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
-    for layer in audit.layers():
-        assert layer.covered_mass is not None
-        assert abs(layer.covered_mass.value - 1) < 1e-5
+    ids = tokens(100, batch=2)
+    assert_same_in_groups_and_audited(make("mistral"), ids, {(0,): None, (1,): DENSE_LIMIT})
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2", "gpt_oss"])
@@ -197,11 +181,7 @@ def test_padded_chunks_beyond_the_window(name: str) -> None:
     mask[0, :33] = 0
 
     def run(model: Any) -> Tensor:
-        cache, parts, done = transformers.DynamicCache(config=model.config), [], 0
-        for chunk in ids.split([40, 45, 35, 30], dim=1):
-            done += chunk.shape[1]
-            parts.append(model(chunk, attention_mask=mask[:, :done], past_key_values=cache).logits)
-        return torch.cat(parts, 1)[mask.bool()]
+        return in_chunks(model, ids, [40, 45, 35, 30], mask=mask)[mask.bool()]
 
     assert_same_logits(make(name), run, recorder, evolve(DENSE_LIMIT, executor=CPU))
     # Prompt by prompt, and both at once where the keys of a layer hold no padding any more.
