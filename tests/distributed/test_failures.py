@@ -68,7 +68,6 @@ def test_a_rank_that_raises_or_dies_ends_all() -> None:
         assert isinstance(waiting, tuple), waiting
         text, seconds = waiting
         assert text.startswith("RuntimeError: rank 0 of mesh dimension 'ranks' got no answer while "), text
-        assert ". " not in text
         assert seconds < 3 * TIMEOUT
         if dies:
             assert broken is None
