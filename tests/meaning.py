@@ -77,6 +77,24 @@ def assert_means(
         assert torch.equal(output.lse.cpu() == float("-inf"), empty), "lse is -inf where something is kept"
 
 
+def relative_l1(got: Tensor, want: Tensor) -> float:
+    """The sum of errors over the sum of what is right."""
+    return float((got.double() - want.double()).abs().sum() / want.double().abs().sum())
+
+
+def assert_blind_to_later(
+    executor: bs.Executor[Any, Any], q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+) -> None:
+    """With the choice held, changing every token from one on leaves the rows before it bit-identical."""
+    want, offset = executor(q, k, v, mask, spec), k.shape[2] - q.shape[2]
+    for token in (1, 40, 63, 64, 100, 127, 128, 129, 200, 255, 256, 399, 511, 513, 900):
+        if offset < token < k.shape[2]:
+            after = q.clone(), k.clone(), v.clone()
+            for x, first in zip(after, (token - offset, token, token), strict=True):
+                x[:, :, first:] = 10 * torch.randn_like(x[:, :, first:])
+            assert_same_bits(executor(*after, mask, spec), want, slice(token - offset))
+
+
 def assert_same_bits(got: bs.AttentionOutput, want: bs.AttentionOutput, rows: Any = slice(None)) -> None:
     """Outputs and lse are equal, of all queries or of these."""
     assert got.lse is not None

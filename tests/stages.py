@@ -30,6 +30,14 @@ class Shuffle(bs.Permuter[bs.GlobalPermutation]):
         return bs.GlobalPermutation(k_index.to(k.device), q_index.to(q.device))
 
 
+def random_keys(k: Tensor, heads: int | None = None, segment: int | None = None) -> bs.GlobalPermutation:
+    """Keys `[B, Hkv, N, D]` in random order, inside of segments or anywhere, by KV head or for so many heads."""
+    B, Hkv, N, _ = k.shape
+    turn = torch.rand(B, heads or Hkv, 1, N, generator=torch.Generator().manual_seed(0))
+    inside = turn if segment is None else turn + torch.arange(N) // segment
+    return bs.GlobalPermutation(inside.argsort(-1).int().to(k.device))
+
+
 @attrs.frozen(eq=False)
 class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
     """Different scores for every block, in any order of tokens."""

@@ -69,7 +69,6 @@ def test_the_output_is_attention_over_what_is_kept(device: str, case: Case) -> N
 
 @law(15, 75, cases(), st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 99))
 def test_executors_obey_any_mask(device: str, case: Case, share: float, seed: int) -> None:
-    """Whatever was chosen by whomever, rows with nothing kept included."""
     trace = trace_of(evolve(case, selector=bs.Ranked(bs.Everything())), device)
     generator = torch.Generator().manual_seed(seed)
     grid, shape = trace.mask.grid, trace.mask.keep.shape
@@ -243,7 +242,6 @@ def test_autocast_changes_nothing(device: str, case: Case, dtype: torch.dtype) -
 
 @law(4, 20, cases())
 def test_threads_change_nothing(device: str, case: Case) -> None:
-    """One pipeline, three threads, inputs of their own."""
     inputs = [evolve(case, seed=case.seed + i, sizes=case.sizes | {"B": 1 + i}).qkv(device) for i in range(3)]
     alone = [case.pipeline.trace(*qkv, **case.call) for qkv in inputs]
     pipeline = case.pipeline

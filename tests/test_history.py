@@ -196,7 +196,6 @@ def test_a_rewound_history_takes_another_prompt(device: str) -> None:
 
 @pytest.mark.parametrize("fork", [copy.copy, copy.deepcopy])
 def test_branches_of_a_prompt(fork: Any, device: str) -> None:
-    """Neither learns what the other sees."""
     pipeline, history = a_pipeline(SCORERS[4]), bs.KeyHistory()
     q, k, v = make_qkv(N=200, device=device, **SIZES)
     pipeline(q[:, :, :70], k[:, :, :70], v[:, :, :70], history=history)

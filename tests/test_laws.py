@@ -261,7 +261,6 @@ def test_every_executor_agrees(front: Front, executor: bs.Executor[Any, Any], ca
 
 @each_run
 def test_dense_limit(front: Front, executor: bs.Executor[Any, Any], device: str) -> None:
-    """Keeping everything visible gives full attention."""
     q, k, v = make_qkv(**SMALL, device=device)
     want, yardstick = (
         scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True, enable_gqa=True)
@@ -330,7 +329,6 @@ def chosen_by_row(scorer: bs.Scorer[Any, Any]) -> list[Choice]:
 @each_scorer
 @each_of_group("later", groups=first_then((1e30, float("nan")), (1.0, float("inf"))))
 def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: float) -> None:
-    """In original order the choice for a row of blocks depends on nothing after it."""
     if isinstance(scorer, stages.PROBES):
         pytest.skip("chooses by what the last queries see")
     q, k, v = make_qkv(**SIZES)
@@ -392,7 +390,6 @@ def test_geometry_does_not_depend_on_chunks(selector: bs.Selector[Any, Any], sta
 
 @each_scorer
 def test_aligned_chunks_choose_alike(scorer: bs.Scorer[Any, Any]) -> None:
-    """Chunked at a block boundary, a prompt gets the very same mask in original order."""
     if isinstance(scorer, stages.PROBES):
         pytest.skip("chooses by what the last queries see")
     q, k, v = make_qkv(**SIZES)
@@ -411,7 +408,6 @@ def test_aligned_chunks_choose_alike(scorer: bs.Scorer[Any, Any]) -> None:
 @pytest.mark.slow
 @each_front
 def test_no_causal_row_is_empty_where_all_is_equal(front: Front) -> None:
-    """Every query keeps at least its own key, also where all scores are equal."""
     q, k, v = (0.0 * x for x in make_qkv(**SIZES, M=60))
     for trace in traces(front, q, k, v):
         assert trace.output.lse is not None

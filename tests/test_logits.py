@@ -20,11 +20,15 @@ from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_gpu
 from tests.meaning import assert_same_bits
 from tests.on_kernels import pretend_gpu
+from tests.specs import kept_pairs
 
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], dtype=torch.float64)
 Change = dict[str, Any]
 CHANGES: tuple[Change, ...] = ({"softcap": 2.0}, {"sinks": SINKS}, {"softcap": 1.5, "sinks": SINKS})
 each_change = pytest.mark.parametrize("change", CHANGES, ids=("softcap", "sinks", "both"))
+or_window = pytest.mark.parametrize(
+    "change", [*CHANGES, {"window": 20}], ids=("softcap", "sinks", "both", "window")
+)
 EXECUTORS: tuple[Any, ...] = (bs.ReferenceExecutor, bs.CpuExecutor)
 OTHERS: tuple[Any, ...] = (
     bs.Int8Executor(fp8_pv=False),
@@ -35,6 +39,10 @@ OTHERS: tuple[Any, ...] = (
 )
 PORTABLE = bs.TritonTiles(16, 16, num_warps=4, num_stages=2)
 each_executor = pytest.mark.parametrize("make", EXECUTORS, ids=lambda make: make.__name__)
+
+
+def all_of_it(executor: bs.Executor[Any, Any], block: int = 16) -> bs.Pipeline[Any, Any, Any]:
+    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Everything(), executor)
 
 
 class SomeRows(bs.Selector[bs.BlockScores, bs.BlockMask]):
@@ -51,15 +59,10 @@ def written_out(trace: bs.Trace[Any, Any, Any], dtype: torch.dtype) -> tuple[Ten
     """The definition, over all pairs at once."""
     q, k, v = (x.to(dtype) for x in (trace.q, trace.k, trace.v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    grid = trace.mask.grid
-    pairs = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.bool, device=q.device)
-    for row in range(grid.rows):
-        index = trace.mask.queries(row).unsqueeze(-1).expand(-1, -1, -1, k.shape[2])
-        pairs.scatter_(2, index, trace.mask.pairs(row))
     logits = q @ k.mT * trace.spec.scale
     if trace.spec.softcap is not None:
         logits = trace.spec.softcap * torch.tanh(logits / trace.spec.softcap)
-    logits = logits.masked_fill(~pairs, float("-inf"))
+    logits = logits.masked_fill(~kept_pairs(trace.mask), float("-inf"))
     sinks = SINKS if trace.spec.sinks is not None else torch.full_like(SINKS, float("-inf"))
     with_sink = torch.cat((logits, sinks.to(logits).view(1, -1, 1, 1).expand(*q.shape[:3], 1)), -1)
     return with_sink.softmax(-1).nan_to_num(0.0)[..., :-1] @ v, with_sink.logsumexp(-1)
@@ -125,7 +128,7 @@ def test_the_law_on_a_gpu(window: int | None, D: int, change: Change, device: st
 def test_dense_calls_on_a_gpu_hold_no_logits(causal: bool, change: Change, device: str) -> None:
     """Exactly, in memory that does not grow with the square of the prompt."""
     q, k, v = make_qkv(N=2000, M=1500, D=64, dtype=torch.bfloat16, device=device)
-    everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.AutoExecutor())
+    everything = all_of_it(bs.AutoExecutor())
     trace = everything.trace(4 * q, k, v, causal=causal, **change)
     assert trace.dense_because is not None
     want, plain = (written_out(trace, each)[0] for each in (torch.float64, torch.bfloat16))
@@ -143,12 +146,11 @@ def test_dense_calls_on_a_gpu_hold_no_logits(causal: bool, change: Change, devic
 
 
 @pytest.mark.skipif(GPU, reason="test_the_law_on_a_gpu runs it")
-@each_change
+@or_window
 def test_triton_takes_the_portable_kernel(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv(N=200, D=64, dtype=torch.float16)
     pretend_gpu(monkeypatch, TARGETS["sm_90"])  # where the Hopper kernel would be the faster one
-    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(128), bs.Everything(), bs.TritonExecutor())
-    trace = pipeline.trace(4 * q, k, v, **change)
+    trace = all_of_it(bs.TritonExecutor(), 128).trace(4 * q, k, v, **change)
     assert float((trace.output.out - written_out(trace, torch.float64)[0]).abs().max()) < 4e-3
 
 
@@ -158,8 +160,7 @@ def test_triton_takes_the_portable_kernel(change: Change, monkeypatch: pytest.Mo
 def test_bad_keys_stay_with_the_queries_that_see_them(value: float, change: Change, device: str) -> None:
     """Neither earlier queries nor those behind the window change by a bit; a cap does not make a NaN a number."""
     q, k, v = make_qkv(N=80, D=16, dtype=torch.float32, device=device)
-    executor = bs.TritonExecutor(PORTABLE)
-    pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor)
+    pipeline = all_of_it(bs.TritonExecutor(PORTABLE))
     clean = pipeline.with_lse(q, k, v, window=20, **change)
     k[:, :, 40] = value
     bad = pipeline.with_lse(q, k, v, window=20, **change)
@@ -167,11 +168,11 @@ def test_bad_keys_stay_with_the_queries_that_see_them(value: float, change: Chan
     assert bool(bad.out[:, :, 40:60].isnan().all()) or value == value
 
 
-@each_change
+@or_window
 def test_a_node_of_a_graph_has_them(change: Change, device: str) -> None:
     q, k, v = make_qkv(N=60, D=16, device=device)
     executor = bs.TritonExecutor(PORTABLE)
-    trace = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), executor).trace(q, k, v, **change)
+    trace = all_of_it(executor).trace(q, k, v, **change)
     output = execute_op(executor._opaque, q, k, v, trace.mask, trace.spec)
     assert torch.equal(output.out, trace.output.out)
 
@@ -184,7 +185,7 @@ def test_dense_attention_has_them(start: int, causal: bool, change: Change) -> N
     q, k, v = make_qkv(N=150, D=16, dtype=torch.float64)
     q = 4 * q[:, :, start:]
     for window in (None, 40) if causal else (None,):
-        pipeline = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.ReferenceExecutor())
+        pipeline = all_of_it(bs.ReferenceExecutor())
         more = {"causal": causal, "window": window, **change}
         trace = pipeline.trace(q, k, v, **more)
         want = written_out(trace, torch.float64)[0]
@@ -216,7 +217,7 @@ def test_auto_takes_what_knows_them(change: Change, monkeypatch: pytest.MonkeyPa
 def test_groups_of_heads_have_the_sinks_of_their_heads(change: Change) -> None:
     """In the order in which a group names them, in dense heads too."""
     q, k, v = make_qkv(N=100, Hq=4, Hkv=2, D=16, dtype=torch.float64)
-    everything: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
+    everything = all_of_it(bs.CpuExecutor())
     want = everything(4 * q, k, v, **change)
     groups: tuple[bs.HeadGroups, ...] = (
         bs.HeadGroups({(1,): everything, (0,): None}),
@@ -232,7 +233,7 @@ def test_groups_of_heads_have_the_sinks_of_their_heads(change: Change) -> None:
 @each_change
 def test_a_trace_measures_against_dense_attention_with_the_same_logits(change: Change) -> None:
     q, k, v = make_qkv(N=100, D=16, dtype=torch.float64)
-    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
+    everything = all_of_it(bs.CpuExecutor())
     trace = everything.trace(q, k, v, **change)
     assert float(trace.error().max()) < 1e-13
     plain = everything(q, k, v)
@@ -300,12 +301,11 @@ def test_sinks_that_a_dtype_rounds_are_taken(dtype: torch.dtype) -> None:
         assert spec.sinks == bs.AttentionSpec(scale=1.0, sinks=[float(torch.tensor(size, dtype=dtype))] * 4).sinks
 
 
-@each_change
+@or_window
 def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: Change) -> None:
     q, k, v = make_qkv(N=100, D=16)
-    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
     audit = Audit(rows=100, every=1)
-    AuditedAttention(everything, 0, audit)(q * 4, k, v, **change)
+    AuditedAttention(all_of_it(bs.CpuExecutor()), 0, audit)(q * 4, k, v, **change)
     (layer,) = audit.layers()
     assert layer.covered_mass is not None
     assert layer.error is not None

@@ -181,7 +181,6 @@ def test_a_choice_that_covers_too_little_is_made_anew_once() -> None:
 
 
 def test_threads_that_run_one_model_have_choices_of_their_own() -> None:
-    """In the middle of a forward call of one thread, another one runs its own."""
     first, second = shared(bs.Schedule(PIPELINE, same_choice=((0, 1),)), 2)
     assert isinstance(first, ReusedMask)
     assert isinstance(second, ReusedMask)

@@ -46,7 +46,6 @@ def test_every_method_has_a_row(
 
 
 def test_wrong_attention_is_refused() -> None:
-    """A model that leaves blocks out passes no check."""
     model = video_model.make_model(1, 1, torch.device("cpu"), torch.float32)
     given: dict[str, Any] = {
         "hidden_states": torch.randn(1, 16, 2, 16, 32),

@@ -12,15 +12,12 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.execute.auto import dense_operations
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.execute.launched import execute_op
-from blocksparse.observe import Audit, AuditedAttention
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU
 from tests.meaning import assert_means
-from tests.on_kernels import pretend_gpu
 from tests.specs import asked
-from tests.test_logits import CHANGES
+from tests.test_logits import CHANGES, SomeRows, all_of_it
 from tests.test_logits import written_out as with_logits
 
 SCALE = 0.25
@@ -35,22 +32,8 @@ each_order = pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(ord
 PORTABLE = bs.TritonExecutor(bs.TritonTiles(16, 16, num_warps=4, num_stages=2))
 
 
-class SomeRows(bs.Selector[bs.BlockScores, bs.BlockMask]):
-    """Every fifth row keeps nothing, the others two blocks in three of those that they reach."""
-
-    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
-        grid = scores.grid
-        row, col = (torch.arange(n, device=scores.values.device) for n in (grid.rows, grid.cols))
-        keep = grid.visible & (row[:, None] % 5 != 1) & ((row[:, None] + col) % 3 != 0)
-        return bs.BlockMask(keep.expand(grid.batch, grid.q_heads, -1, -1), grid)
-
-
 def some_of_it(executor: bs.Executor[Any, Any], order: bs.Permuter[Any]) -> bs.Pipeline[Any, Any, Any]:
     return bs.Pipeline(order, bs.NoScorer(16), SomeRows(), executor)
-
-
-def all_of_it(executor: bs.Executor[Any, Any], block: int = 16) -> bs.Pipeline[Any, Any, Any]:
-    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Everything(), executor)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, window: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -77,19 +60,13 @@ def test_the_law(executor: Any, start: int, order: Any) -> None:
 
 @pytest.mark.parametrize("window", [1, 16, pytest.param(7, marks=pytest.mark.slow), 33])
 @pytest.mark.parametrize("order", [ORDERS[0], ORDERS[1], pytest.param(ORDERS[3], marks=pytest.mark.slow)])
-def test_the_law_for_the_portable_kernel(order: Any, window: int, device: str) -> None:
-    q, k, v = make_qkv(N=83, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
+@pytest.mark.parametrize(
+    ("executor", "D"), [(PORTABLE, 16), pytest.param(bs.FlexExecutor(), 32, marks=pytest.mark.slow)]
+)
+def test_the_law_for_compiled_kernels(executor: Any, D: int, order: Any, window: int, device: str) -> None:
+    q, k, v = make_qkv(N=83, Hq=2, Hkv=1, D=D, dtype=torch.float32, device=device)
     for start in (0, 37):
-        trace = some_of_it(PORTABLE, order).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
-        assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
-
-
-@pytest.mark.slow
-@each_order
-def test_the_law_for_flex_attention(order: Any, device: str) -> None:
-    q, k, v = make_qkv(N=200, Hq=6, Hkv=2, D=32, dtype=torch.float32, device=device)
-    for window, start in ((16, 37), (50, 0)):
-        trace = some_of_it(bs.FlexExecutor(), order).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
+        trace = some_of_it(executor, order).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
         assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
 
 
@@ -229,7 +206,6 @@ def test_every_preset(name: str) -> None:
 
 
 def test_packed_and_padded_prompts() -> None:
-    """Each prompt has its own window: a packed batch is the prompts one by one."""
     lengths = (40, 7, 130)
     q, k, v = make_qkv(N=sum(lengths), Hq=4, Hkv=2, D=16, dtype=torch.float32)
     pipeline = bs.mean_pooling(0.6, block=16, executor=bs.CpuExecutor())
@@ -289,23 +265,6 @@ def test_dense_attention_has_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dense_operations(q, k, v, spec) == 2 * 4 * 150 * 40 * (16 + 16)
 
 
-def test_triton_takes_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    if GPU:
-        pytest.skip("test_presets_in_a_window_on_a_gpu runs it")
-    q, k, v = make_qkv(N=300, Hq=2, Hkv=1, D=64, dtype=torch.float16)
-    pretend_gpu(monkeypatch)
-    trace = all_of_it(bs.TritonExecutor(), 128).trace(q, k, v, scale=SCALE, window=100)
-    want = written_out(q, k, v, 100)
-    assert float((trace.output.out - want).abs().max()) < 4e-3
-
-
-def test_a_node_of_a_graph_has_the_window(device: str) -> None:
-    q, k, v = make_qkv(N=60, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
-    trace = some_of_it(PORTABLE, bs.Identity()).trace(q, k, v, scale=SCALE, window=20)
-    output = execute_op(PORTABLE._opaque, q, k, v, trace.mask, trace.spec)
-    assert torch.equal(output.out, trace.output.out)
-
-
 @pytest.mark.parametrize("change", CHANGES, ids=("softcap", "sinks", "both"))
 def test_softcap_and_sinks_in_a_window(change: dict[str, Any]) -> None:
     q, k, v = make_qkv(N=120, D=16, dtype=torch.float64)
@@ -316,17 +275,6 @@ def test_softcap_and_sinks_in_a_window(change: dict[str, Any]) -> None:
             assert trace.output.lse is not None
             torch.testing.assert_close(trace.output.out, out, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(trace.output.lse, lse, rtol=1e-12, atol=1e-12)
-
-
-def test_an_audit_compares_within_the_window() -> None:
-    q, k, v = make_qkv(N=100, D=16)
-    audit = Audit(rows=100, every=1)
-    AuditedAttention(all_of_it(bs.CpuExecutor()), 0, audit)(q, k, v, window=20)
-    (layer,) = audit.layers()
-    assert layer.covered_mass is not None
-    assert layer.error is not None
-    assert abs(layer.covered_mass.value - 1) < 1e-5
-    assert layer.error.value < 1e-5
 
 
 class Forgetful(bs.Scorer[bs.Permutation, bs.BlockScores]):

@@ -608,7 +608,6 @@ def test_layers_may_differ(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_head_groups_attend_in_every_layer(recorded: bool) -> None:
-    """Heads of a dense group are dense in the model too, and the recorder has them apart."""
     model, ids, recorder = make("llama"), tokens(128), DensityRecorder()
     expected = model(ids).logits
     everything = HeadGroups({(1,): DENSE_LIMIT, (0,): None})

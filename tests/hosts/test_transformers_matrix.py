@@ -137,7 +137,6 @@ def what_it_takes(model: Any) -> dict[str, Tensor]:
 @pytest.mark.slow  # some 60 s
 @pytest.mark.filterwarnings("ignore")
 def test_every_other_model_that_can_be_built_small() -> None:
-    """In the dense limit each gives what it gives alone."""
     wrong, right = [], 0
     for kind in others():
         try:

@@ -97,7 +97,6 @@ def assert_as_alone(
 @pytest.mark.filterwarnings("ignore")  # of models about kernels that are not installed
 @pytest.mark.parametrize("name", TABLE)
 def test_which_layers_are_sparse(name: str) -> None:
-    """With padding and without, in the dense limit what the model computes by itself."""
     sparse, reasons = TABLE[name]
     model = llama4() if name == "llama4" else small_model(name)
     ids, mask = tokens(100, batch=2), torch.ones(2, 100, dtype=torch.int64)
@@ -213,7 +212,6 @@ def test_modules_that_say_they_are_causal_and_are_not() -> None:
 
 
 def test_what_an_executor_cannot_run_is_dense() -> None:
-    """With its reason; so are heads of a group that it cannot run."""
     model, ids = make("llama"), tokens(60)
     expected, on_gpus = model(ids).logits, evolve(SPARSE, executor=FlashAttention4Executor())
     for pipeline in (on_gpus, HeadGroups({(0,): None, (1,): on_gpus})):

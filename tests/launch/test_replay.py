@@ -69,6 +69,22 @@ def forbid_stages(monkeypatch: pytest.MonkeyPatch, pipeline: AnyPipeline) -> Non
         monkeypatch.setattr(type(stage), "__call__", never)
 
 
+def assert_replayed(
+    pipeline: AnyPipeline,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    sizes: dict[str, int] | None = None,
+    **options: Any,
+) -> Tensor:
+    """A third call runs no stage and gives, as this does, the bits of one that runs them."""
+    captured(pipeline, inputs(1, device, **sizes or {}), **options)
+    new = inputs(2, device, **sizes or {})
+    expected = evolve(pipeline, replay=False)(*new, **options)
+    forbid_stages(monkeypatch, pipeline)
+    assert torch.equal(pipeline(*new, **options), expected)
+    return expected
+
+
 def by_cuda_graph(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The output of a CUDA graph that captured the call."""
     graph = torch.cuda.CUDAGraph()
@@ -85,12 +101,7 @@ def by_cuda_graph(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x == QUICK else pytest.mark.slow) for x in NAMES])
 def test_every_preset(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A third call runs no stage, and has the bits of a pipeline that sees such a call for the first time."""
-    pipeline = captured(small_preset(name, FACTOR), inputs(1, device))
-    new = inputs(2, device)
-    expected = small_preset(name, FACTOR)(*new)
-    forbid_stages(monkeypatch, pipeline)
-    assert torch.equal(pipeline(*new), expected)
+    assert_replayed(small_preset(name, FACTOR), monkeypatch, device)
 
 
 @needs_hopper
@@ -98,30 +109,25 @@ def test_every_preset(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -
 def test_lists_that_are_cut(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A chunk that sees many keys and starts inside a block, replayed and as a CUDA graph."""
     sizes = {"N": 70000, "M": 150}
-    pipeline = captured(preset := small_preset(name, FACTOR), inputs(1, device, **sizes))
-    q, k, v = inputs(2, device, **sizes)
-    expected = small_preset(name, FACTOR)(q, k, v)
-    forbid_stages(monkeypatch, pipeline)
-    assert torch.equal(pipeline(q, k, v), expected)
-    monkeypatch.undo()
-    assert torch.equal(by_cuda_graph(preset, q, k, v), expected)
-
-
-EXECUTORS: dict[str, Callable[[], bs.Executor[Any, Any]]] = {
-    "pv_skip": lambda: bs.TritonExecutor(pv_skip=-3.0),
-    "auto": lambda: bs.AutoExecutor(dense_below=0),
-}
+    with monkeypatch.context() as patch:
+        expected = assert_replayed(preset := small_preset(name, FACTOR), patch, device, sizes)
+    assert torch.equal(by_cuda_graph(preset, *inputs(2, device, **sizes)), expected)
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", EXECUTORS)
-def test_executors(name: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    executor = EXECUTORS[name]()
-    pipeline = captured(quick(executor=executor), inputs(1, device))
-    new = inputs(2, device)
-    expected = quick(executor=executor)(*new)
-    forbid_stages(monkeypatch, pipeline)
-    assert torch.equal(pipeline(*new), expected)
+@pytest.mark.parametrize(
+    ("executor", "more"),
+    [
+        (bs.TritonExecutor(pv_skip=-3.0), {}),
+        (bs.AutoExecutor(dense_below=0), {}),
+        *((bs.TritonExecutor(), more) for more in ({"softcap": 20.0}, {"sinks": [0.5, -1.0]}, {"window": 100})),
+    ],
+    ids=str,
+)
+def test_executors_and_what_a_layer_asks_for(
+    executor: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    assert_replayed(quick(executor=executor), monkeypatch, device, **more)
 
 
 @needs_gpu
@@ -154,17 +160,6 @@ def test_how_many_launches_a_call_takes(name: str, most: int, device: str) -> No
 
 
 @needs_gpu
-@pytest.mark.parametrize("more", [{"softcap": 20.0}, {"sinks": [0.5, -1.0]}, {"window": 100}], ids=str)
-def test_what_a_layer_asks_for(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    pipeline, new = quick(executor=bs.TritonExecutor()), inputs(2, device)
-    for _ in range(2):
-        pipeline(*inputs(1, device), **more)
-    expected = quick(executor=bs.TritonExecutor())(*new, **more)
-    forbid_stages(monkeypatch, pipeline)
-    assert torch.equal(pipeline(*new, **more), expected)
-
-
-@needs_gpu
 @pytest.mark.parametrize("name", every_preset)
 def test_other_calls_in_between(name: str, device: str) -> None:
     """Other sizes, directions, scales, layouts and chunks are calls of their own; so are parts of one tensor."""
@@ -189,13 +184,8 @@ def test_other_calls_in_between(name: str, device: str) -> None:
 
 @pytest.mark.slow
 def test_packed_prompts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    lengths = [SIZES["N"] - 18, 18]
-    sequences = bs.Sequences.packed(lengths)
-    pipeline = captured(quick(), inputs(1, device), sequences=sequences)
-    new = inputs(2, device)
-    expected = quick()(*new, sequences=sequences)
-    forbid_stages(monkeypatch, pipeline)
-    assert torch.equal(pipeline(*new, sequences=sequences), expected)
+    sequences = bs.Sequences.packed([SIZES["N"] - 18, 18])
+    assert_replayed(quick(), monkeypatch, device, sequences=sequences)
 
 
 def test_each_output_has_memory_of_its_own(device: str) -> None:
@@ -370,7 +360,6 @@ _OF_USERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("what", _OF_USERS)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_what_functions_of_users_do(what: str, mode: Callable[[], Any], device: str) -> None:
-    """Replayed or not, a call gives what the function gives."""
     function = _OF_USERS[what]
     with mode():
         for seed in (0, 1, *range(2, 10)):
@@ -483,7 +472,6 @@ def test_equal_pipelines_share_graphs(
 
 @needs_gpu
 def test_threads(device: str) -> None:
-    """Threads may capture and replay the same call at the same time."""
     pipeline, prompts = quick(), [inputs(seed, device) for seed in range(3)]
     outputs: dict[int, list[Tensor]] = {}
 
@@ -502,7 +490,6 @@ def test_threads(device: str) -> None:
 
 
 def test_a_pipeline_without_replay(device: str) -> None:
-    """Runs its stages in each call, and says so."""
     pipeline = quick(replay=False)
     assert repr(pipeline).endswith(", replay=False)")
     assert repr(evolve(pipeline, replay=True)) == repr(quick())
@@ -682,7 +669,6 @@ def test_inputs_of_which_some_share_memory_are_replayed(device: str) -> None:
 
 
 def test_what_a_call_depends_on(device: str) -> None:
-    """Sizes, strides, values and their types: each decides anew."""
 
     def run(x: Tensor, by: float) -> Tensor:
         return plus(x, by + x.shape[-1] + (0.5 if type(by) is int else 0))

@@ -190,7 +190,6 @@ def test_no_row_looks_past_its_own_queries(k_block: int) -> None:
 
 
 def test_scores_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few rows fit the workspace."""
     q, k, _ = make_qkv(B=2, N=300, M=210, D=16)
     scorer = FlattenMaxPoolScorer(32, 16)
     whole = score(scorer, q, k, scale=0.05)

@@ -296,7 +296,6 @@ RULES = [
 
 @pytest.mark.parametrize("executor", RULES, ids=repr)
 def test_stop_rule(executor: GatherExecutor) -> None:
-    """Rows stop where a slow loop stops, and the reference replays what was visited."""
     stopped = 0
     for N, M in ((200, 200), (193, 117)):
         q, k, v = make_qkv(**SIZES, N=N, M=M)

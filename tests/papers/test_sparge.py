@@ -300,7 +300,6 @@ def test_a_row_without_a_similar_key_block_has_no_nan(causal: bool) -> None:
 
 
 def test_one_threshold_per_query_head() -> None:
-    """Heads of one KV head judge the same keys by their own thresholds."""
     q, k, v = make_qkv(Hq=4, Hkv=2, N=256, D=16)
     reference = bs.ReferenceExecutor()
     each = sparge([0.3, 0.5, 0.7, 0.9], [-1.0, 0.4, 0.5, 1.0], block=32, k_block=16, executor=reference).trace(

@@ -22,11 +22,8 @@ from blocksparse.kernels.attention.sparse_attention import int8_attention
 from blocksparse.kernels.common.tiles import HopperTiles, tuned_int8
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.quantize.tile_operands import TileOperands
-from tests.meaning import assert_same_bits
-
-
-def relative(x: Tensor, want: Tensor) -> float:
-    return float((x.double() - want.double()).abs().sum() / want.double().abs().sum())
+from tests.meaning import assert_blind_to_later, relative_l1
+from tests.stages import random_keys
 
 
 @frozen(eq=False)
@@ -65,11 +62,7 @@ def arguments(
     pv_skip: Tensor | None = None, scale: float = 0.1,
 ) -> Call:  # fmt: skip
     """What the kernel takes, for a random mask."""
-    k_index = None
-    if sort:
-        segment = torch.arange(k.shape[2], device=k.device) // 256
-        k_index = (torch.rand(k.shape[0], k.shape[1], 1, k.shape[2], device=k.device) + segment).argsort(-1).int()
-    permutation = bs.GlobalPermutation(k_index)
+    permutation = random_keys(k, segment=256) if sort else bs.GlobalPermutation()
     grid = bs.Grid.of(
         q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
     )
@@ -99,7 +92,7 @@ def test_operands_stand_for_what_they_were_made_of(
     if causal:
         scores = scores.masked_fill(torch.ones(M, N, dtype=torch.bool).triu(N - M + 1), float("-inf"))
     want = scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
-    assert 1e-4 < relative(out, want) < (0.05 if fp8 else 0.03)
+    assert 1e-4 < relative_l1(out, want) < (0.05 if fp8 else 0.03)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=0.2)
 
 
@@ -152,7 +145,7 @@ def test_kernel(
     out, lse = call()
     want, want_lse = call.exactly()
     # Weights and outputs have 8 or 11 bits, and 4 where they are fp8.
-    assert relative(out, want) < (0.05 if fp8 else 6e-3 if dtype == torch.bfloat16 else 2e-3)
+    assert relative_l1(out, want) < (0.05 if fp8 else 6e-3 if dtype == torch.bfloat16 else 2e-3)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
     for _ in range(3):
         assert torch.equal(call()[0], out)  # a difference would be a race
@@ -169,7 +162,7 @@ def test_any_scale(scale: float, fp8: bool) -> None:
     call = arguments(q, k, v, tuned_int8(64, 128, 128, fp8), scale=scale, fp8=fp8)
     want, want_lse = call.exactly()
     out, lse = call()
-    assert relative(out, want) < (0.05 if fp8 else 2e-3)
+    assert relative_l1(out, want) < (0.05 if fp8 else 2e-3)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
 
@@ -184,12 +177,12 @@ def test_pv_skip(fp8: bool, k_block: int) -> None:
     want, want_lse = call.exactly()
     out, lse = call()
     all_, _ = evolve(call, pv_skip=None).exactly()
-    assert relative(want[:, 0], all_[:, 0]) > 0.05
+    assert relative_l1(want[:, 0], all_[:, 0]) > 0.05
     assert torch.equal(want[:, 3], all_[:, 3])
     # A query that stands on the very edge of a rule may decide otherwise.
     off = (lse - want_lse).abs() > 1e-3
     assert off.float().mean() < 1e-3
-    assert relative(out[~off], want[~off]) < (0.05 if fp8 else 6e-3)
+    assert relative_l1(out[~off], want[~off]) < (0.05 if fp8 else 6e-3)
 
 
 @needs_hopper
@@ -202,7 +195,7 @@ def test_fp8_sums_stay_sane(N: int) -> None:
     weight = (0.01 * q.double() @ k.double().mT * 128**-0.5).masked_fill(
         torch.ones(128, N, dtype=torch.bool, device="cuda").triu(N - 127), float("-inf")
     )
-    assert relative(out, weight.softmax(-1) @ (v + 1).double()) < 0.01
+    assert relative_l1(out, weight.softmax(-1) @ (v + 1).double()) < 0.01
 
 
 @needs_hopper
@@ -212,20 +205,10 @@ def test_fp8_sums_stay_sane(N: int) -> None:
 def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int, fp8: bool) -> None:
     """Every path: smoothing by the first tokens, scales of tiles, sorted keys, chunks that start anywhere."""
     q, k, v = make_qkv(N=1000, M=1000 - offset, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, device="cuda")
-    segment = torch.arange(1000, device="cuda") // 256
-    order = bs.GlobalPermutation((torch.rand(1, 2, 1, 1000, device="cuda") + segment).argsort(-1).int())
+    order = random_keys(k, segment=256)
     grid = bs.Grid.of(q, k, order, bs.AttentionSpec(scale=1.0), q_block=blocks[0], k_block=blocks[1])
-    mask, executor = bs.BlockMask(grid.visible.expand(1, 4, -1, -1), grid), bs.Int8Executor(fp8)
-    want = executor(q, k, v, mask, asked(mask, 0.125))
-    for token in (1, 40, 63, 64, 100, 127, 128, 200, 255, 256, 511, 513, 900):
-        stands = token - offset
-        if stands <= 0:
-            continue
-        q_after, k_after, v_after = q.clone(), k.clone(), v.clone()
-        for x, first in ((q_after, stands), (k_after, token), (v_after, token)):
-            x[:, :, first:] = 10 * torch.randn_like(x[:, :, first:])
-        got = executor(q_after, k_after, v_after, mask, asked(mask, 0.125))
-        assert_same_bits(got, want, slice(stands))
+    mask = bs.BlockMask(grid.visible.expand(1, 4, -1, -1), grid)
+    assert_blind_to_later(bs.Int8Executor(fp8), q, k, v, mask, asked(mask, 0.125))
 
 
 @needs_hopper
@@ -237,5 +220,5 @@ def test_against_exact_attention_of_the_kept_blocks() -> None:
         got = bs.Pipeline(*front, bs.Int8Executor(fp8)).trace(q, k, v).output
         assert got.lse is not None
         assert want.lse is not None
-        assert relative(got.out, want.out) < limit
+        assert relative_l1(got.out, want.out) < limit
         torch.testing.assert_close(got.lse, want.lse.float(), rtol=0, atol=0.1)

@@ -16,6 +16,8 @@ from blocksparse.kernels.quantize.tokens import fp8_per_token, int8_per_block, i
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import approximate_attention_reference
 from tests.machine import DTYPES, GPU
+from tests.meaning import relative_l1
+from tests.stages import random_keys
 
 pytest.importorskip("triton")
 from blocksparse.execute.int8 import token_operands
@@ -76,6 +78,9 @@ class Int8:
     smooth_k: bool = True
 
 
+IN_PLACE = bs.GlobalPermutation()
+
+
 def arguments(
     q: Tensor,
     k: Tensor,
@@ -89,10 +94,9 @@ def arguments(
     keep: float = 0.6,
     nothing_in_row: int | None = None,
     tiles: TritonTiles | None = None,
-    k_index: Tensor | None = None,
+    permutation: bs.GlobalPermutation = IN_PLACE,
 ) -> tuple[Call, Tensor | None]:
     """What the kernel takes for a random mask, and what smoothing took from every logit."""
-    permutation = bs.GlobalPermutation(k_index)
     keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
     grid = bs.Grid.of(
         q, keys, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=block
@@ -130,10 +134,6 @@ def assert_as_reference(call: Call) -> None:
     else:
         eps = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[out.dtype]
         torch.testing.assert_close(out.double(), want, rtol=eps, atol=eps * float(call.v.double().abs().max()))
-
-
-def relative_l1(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).abs().sum() / want.double().abs().sum())
 
 
 def structured(
@@ -230,19 +230,17 @@ def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
     assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8, block=64)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fp8", PV)
-@pytest.mark.parametrize("group", [1, 3, 4])
-def test_groups(group: int, fp8: bool, device: str) -> None:
-    q, k, v = structured(150, Hq=2 * group, device=device, D=32)
-    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
-
-
-@pytest.mark.parametrize("fp8", PV)
-@pytest.mark.parametrize("M", [1, 31, 64, 100, 170])
-def test_chunks(M: int, fp8: bool, device: str) -> None:
+@pytest.mark.parametrize(
+    ("M", "Hq", "Hkv"),
+    [
+        *((M, 2, 1) for M in (1, 31, 64, 100, 170)),
+        *(pytest.param(170, 2 * group, 2, marks=pytest.mark.slow) for group in (1, 3, 4)),
+    ],
+)
+def test_chunks_and_groups(M: int, Hq: int, Hkv: int, fp8: bool, device: str) -> None:
     """Of 170 keys: rows before, across and after the end of what smoothing looks at."""
-    q, k, v = structured(170, M=M, Hq=2, Hkv=1, D=32, device=device)
+    q, k, v = structured(170, M=M, Hq=Hq, Hkv=Hkv, D=32, device=device)
     assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
 
 
@@ -251,8 +249,8 @@ def test_chunks(M: int, fp8: bool, device: str) -> None:
 @pytest.mark.parametrize("order_heads", [1, 2])
 def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
     q, k, v = structured(180, Hq=2, Hkv=1, D=32, device=device)
-    k_index = torch.rand(1, order_heads, 1, 180, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
-    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8, k_index=k_index.to(device))[0])
+    order = random_keys(k, order_heads)
+    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8, permutation=order)[0])
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from tests.kernels.attention.references import approximate_attention_reference, 
 from tests.machine import DTYPES, GPU, needs_hopper
 from tests.on_kernels import pretend_gpu
 from tests.specs import asked
+from tests.stages import random_keys
 
 pytest.importorskip("triton")
 from blocksparse.execute import triton as executor_module
@@ -99,6 +100,9 @@ class Call:
         return evolve(self, q=q, k=k, v=v, **own)
 
 
+IN_PLACE = bs.GlobalPermutation()
+
+
 def arguments(
     q: Tensor,
     k: Tensor,
@@ -108,10 +112,9 @@ def arguments(
     causal: bool = True,
     keep: float = 0.5,
     tiles: Tiles | None = None,
-    k_index: Tensor | None = None,
+    permutation: bs.GlobalPermutation = IN_PLACE,
 ) -> Call:
     """What the kernel takes, for a random mask."""
-    permutation = bs.GlobalPermutation(k_index)
     k, v = permutation.gather_keys(k), permutation.gather_keys(v)
     grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=block)
     generator = torch.Generator().manual_seed(0)
@@ -207,10 +210,8 @@ def test_tiles_smaller_than_blocks(block: int, tile_m: int, tile_n: int, device:
 @pytest.mark.slow
 @pytest.mark.parametrize("order_heads", [1, 2])
 def test_permuted_keys(order_heads: int, device: str) -> None:
-    """One order per KV head, or per query head."""
     q, k, v = make_qkv(N=150, Hq=2, Hkv=1, D=32, device=device)
-    k_index = torch.rand(1, order_heads, 1, 150, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
-    assert_right(arguments(q, k, v, block=32, k_index=k_index.to(device)))
+    assert_right(arguments(q, k, v, block=32, permutation=random_keys(k, order_heads)))
 
 
 @pytest.mark.slow
@@ -218,12 +219,13 @@ def test_permuted_keys(order_heads: int, device: str) -> None:
 def test_moves_keys_a_few_heads_at_a_time(order_heads: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one go or head by head, the same bits, and the same as keys that were moved beforehand."""
     q, k, v = make_qkv(B=2, N=150, Hq=4, Hkv=2, D=32, device=device)
-    k_index = torch.rand(2, order_heads, 1, 150, generator=torch.Generator().manual_seed(0)).argsort(-1).int()
-    moved = arguments(q, k, v, block=32, k_index=k_index.to(device))
+    permutation = random_keys(k, order_heads)
+    assert permutation.k_index is not None
+    moved = arguments(q, k, v, block=32, permutation=permutation)
     want = moved()
     for bytes_at_a_time in (2**28, 1):
         monkeypatch.setattr(op, "_WORKSPACE", bytes_at_a_time)
-        assert_same_bits(moved(k=k, v=v, key_slots=k_index[:, :, 0].to(device)), want)
+        assert_same_bits(moved(k=k, v=v, key_slots=permutation.k_index[:, :, 0]), want)
 
 
 @pytest.mark.parametrize("one_head", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -236,11 +238,9 @@ def test_a_chunk_moves_what_it_visits(
     dtype, factor = (torch.float16, 4) if GPU else (torch.float32, 1)  # on Hopper for its own kernel
     M, N, block = 33 * factor, 250 * factor, 16 * factor
     q, k, v = make_qkv(B=2, M=M, N=N, Hq=4, Hkv=2, D=16 * factor, dtype=dtype, device=device)
-    generator = torch.Generator().manual_seed(0)
-    k_index = torch.rand(2, order_heads, 1, N, generator=generator).argsort(-1).int().to(device)
-    permutation = bs.GlobalPermutation(k_index)
+    permutation = random_keys(k, order_heads)
     grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0), q_block=block, k_block=block)
-    keep = torch.rand(2, 4, grid.rows, grid.cols, generator=generator).to(device) < 0.1
+    keep = torch.rand(2, 4, grid.rows, grid.cols, generator=torch.Generator().manual_seed(0)).to(device) < 0.1
     keep[..., 0] = False
     keep[:, :, -1] = False
     mask = bs.BlockMask(keep & grid.visible, grid)
@@ -325,7 +325,6 @@ def test_a_sink_that_weighs_nothing_changes_no_bit(device: str) -> None:
 
 @pytest.mark.slow
 def test_sinks_go_with_their_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where keys are moved head by head."""
     q, k, v = make_qkv(N=70, Hq=4, Hkv=2, D=16, device=device)
     slots = torch.arange(70, dtype=torch.int32, device=device).expand(1, 2, 70).contiguous()
     call = evolve(arguments(q, k, v, block=32), change=a_change(4, device))
@@ -561,17 +560,6 @@ def assert_hopper_right(call: Call, *, cut: bool = True) -> None:
     assert torch.equal(call(positions=by_position)[0], outputs[0][0])
 
 
-def keys_in_order(k: Tensor, v: Tensor, *, ordered: bool) -> tuple[Tensor, Tensor, bs.GlobalPermutation]:
-    """Keys and values in place, or at random inside segments, so that causal blocks stay visible."""
-    k_index = None
-    if not ordered:
-        B, H, N, _ = k.shape
-        segment = torch.arange(N, device=k.device) // 256
-        k_index = (torch.rand(B, H, 1, N, device=k.device) + segment).argsort(-1).int()
-    permutation = bs.GlobalPermutation(k_index)
-    return permutation.gather_keys(k), permutation.gather_keys(v), permutation
-
-
 @needs_hopper
 @pytest.mark.parametrize("tiles", HOPPER_TILES, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -600,7 +588,8 @@ def test_hopper(
 ) -> None:  # fmt: skip
     """Every way into the kernel: tails, chunks, orders, masks per KV head, rows with nothing kept."""
     q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, Dv=Dv, dtype=dtype, device="cuda")
-    k, v, permutation = keys_in_order(k, v, ordered=ordered)
+    permutation = IN_PLACE if ordered else random_keys(k, segment=256)  # causal blocks stay visible
+    k, v = permutation.gather_keys(k), permutation.gather_keys(v)
     grid = bs.Grid.of(
         q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
     )
@@ -646,7 +635,8 @@ def test_hopper_windows_softcaps_and_sinks(
 ) -> None:  # fmt: skip
     """Rows whose first keys are all hidden, rows without any key, and lists that are cut."""
     q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, device="cuda")
-    k, v, permutation = keys_in_order(k, v, ordered=ordered)
+    permutation = IN_PLACE if ordered else random_keys(k, segment=256)
+    k, v = permutation.gather_keys(k), permutation.gather_keys(v)
     grid = bs.Grid.of(
         q, k, permutation, bs.AttentionSpec(scale=0.1, window=window), q_block=q_block, k_block=k_block
     )

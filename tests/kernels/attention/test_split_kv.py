@@ -15,6 +15,7 @@ from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.kernels.attention.references import sparse_attention_reference
 from tests.machine import needs_hopper
+from tests.stages import random_keys
 
 pytest.importorskip("triton")
 from blocksparse.kernels.attention.sparse_attention import sparse_attention
@@ -282,11 +283,8 @@ def test_how_many_splits(keys: int, queries: int, heads: int, Dv: int, most: int
 def test_attention_over_splits(
     queries: int, D: int, Dv: int, q_block: int, k_block: int, causal: bool, heads: int, ordered: bool, dtype: torch.dtype
 ) -> None:  # fmt: skip
-    """Against float64, with the tiles that a pipeline takes; one mask for both prompts where keys are in order."""
     q, k, v = make_qkv(B=2, Hq=2, Hkv=1, N=N, M=queries, D=D, Dv=Dv, dtype=dtype, device="cuda")
-    segment = torch.arange(N, device="cuda") // 256
-    k_index = None if ordered else (torch.rand(2, 1, 1, N, device="cuda") + segment).argsort(-1).int()
-    permutation = bs.GlobalPermutation(k_index)
+    permutation = bs.GlobalPermutation() if ordered else random_keys(k, segment=256)
     k, v = permutation.gather_keys(k), permutation.gather_keys(v)
     lists, grid = lists_of_any_length(
         q, k, permutation, q_block=q_block, k_block=k_block, causal=causal, heads=heads

@@ -25,7 +25,6 @@ def test_visited_columns_are_those_of_all_rows_and_the_first(device: str) -> Non
 @pytest.mark.parametrize(("rows", "cols"), [(1, 7), (3, 1), (3, 200), (40, 7)])
 @pytest.mark.parametrize("heads", [1, 2, 6])
 def test_the_kernel_is_its_reference(heads: int, rows: int, cols: int, device: str) -> None:
-    """Of few blocks and of many, in memory of any order."""
     whole = torch.rand(2, 6, rows, cols + 1, generator=torch.Generator().manual_seed(0)) < 0.1
     for keep in (whole[..., 1:], whole[..., 1:].contiguous(), whole[:, :1, :, 1:].expand(-1, 6, -1, -1)):
         given = keep.to(device)

@@ -86,7 +86,6 @@ def test_keys(per_key: int, dtype: torch.dtype, shared: bool, device: str) -> No
 
 @pytest.mark.parametrize(("block", "N"), [(1, 9), (24, 100), (512, 600)])
 def test_blocks_of_every_size(block: int, N: int, device: str) -> None:
-    """Some fill a tile, some need many."""
     x = tokens(1, 1, N, 64, device=device)
     call = None, block, block // 3, True, None, 1.0, None
     assert_equal(int8_queries_triton(x, *call), int8_queries.reference(x, *call))

@@ -17,7 +17,6 @@ from blocksparse.kernels.score.block_softmax_triton import gate_blocks_triton
 @pytest.mark.parametrize("with_forced", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_its_reference(kind: str, with_forced: bool, device: str) -> None:
-    """Key blocks by KV head or by query head, one threshold or one per head, and NaN among the numbers."""
     grid = make_grid(kind, device)
     B, H, rows, cols = heads_of(grid)
     generator = torch.Generator().manual_seed(0)

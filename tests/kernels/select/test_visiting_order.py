@@ -22,7 +22,6 @@ def assert_same(keep: Tensor, rank: Tensor, tau: Tensor) -> None:
 
 @pytest.mark.parametrize("cols", [1, 15, 16, 33, 130])
 def test_kernel_and_reference(cols: int, device: str) -> None:
-    """Distinct ranks, ranks in common, and the largest rank that there is beside blocks that are not kept."""
     generator = torch.Generator().manual_seed(cols)
     shape = 2, 2, 3, cols
     keep = (torch.rand(shape, generator=generator) < 0.6).to(device)
