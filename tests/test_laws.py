@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention, video_presets
+from blocksparse.testing.inputs import shuffled
 from tests import stages
 from tests.cases import each, each_of_group, grouped
 from tests.specs import kept_pairs
@@ -456,6 +457,19 @@ def test_ties_and_repeats_choose_alike(front: Front, device: str) -> None:
         )
         if all(torch.equal(x, y.cpu()) for x, y in pairs if isinstance(x, Tensor)):  # else rounded differently
             assert torch.equal(first.mask.keep, other.mask.keep.cpu())
+
+
+@each_scorer
+@pytest.mark.parametrize("asked", [{}, {"window": 40}, {"causal": False}], ids=repr)
+def test_plain_torch_scores_shuffled_tokens_as_kernels_do(
+    scorer: bs.Scorer[Any, Any], asked: dict[str, Any]
+) -> None:
+    """In float64 no kernel runs; every query head has an order, and every KV head another."""
+    q, k, _ = make_qkv(B=2, N=130, M=75, Hq=4, Hkv=2, D=16)
+    order, spec = shuffled(q, k), bs.AttentionSpec(scale=0.25, **asked)
+    got, want = scorer(q, k, order, spec), scorer(q.double(), k.double(), order, spec)
+    seen = got.grid.visible.expand_as(got.values)
+    torch.testing.assert_close(got.values[seen].double(), want.values[seen].double(), rtol=1e-4, atol=1e-5)
 
 
 @each_scorer

@@ -202,6 +202,8 @@ def _token_visibility(grid: Grid, permutation: GlobalPermutation, sampled: slice
         return {"every": sampled.step, **behind}
     position = grid.q_position[..., grid.q_lead : grid.q_lead + grid.q_len][..., sampled].contiguous()
     keys = grid.k_position[:, :, 0, : grid.k_len].contiguous()  # [B|1, H|1, N]
+    if 1 < keys.shape[1] < position.shape[1]:
+        keys = keys.repeat_interleave(position.shape[1] // keys.shape[1], 1)
     visible = {"q_last": position, "k_first": keys}
     if grid.window is not None:
         visible |= {"q_floor": position - grid.window, "k_last": keys}
