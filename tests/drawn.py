@@ -13,7 +13,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
-from tests import stages
+from tests import layouts, stages
 
 LAWS = settings(
     derandomize=True,
@@ -24,7 +24,7 @@ LAWS = settings(
 )
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 83, 100, 129)
 BLOCKS = (1, 3, 16, 20, 32, 48, 128)
-LAYOUTS = ("plain", "heads inside", "transposed", "sliced", "strided", "offset", "expanded", "flipped heads")
+LAYOUTS = {"plain": Tensor.contiguous, **layouts.LAYOUTS}
 VALUES = ("topics", "normal", "constant", "ties", "large", "tiny", "zeros")
 
 
@@ -56,7 +56,7 @@ class Case:
         printer.text(repr(self))  # hypothesis would name the classes of what `|` made
 
     def qkv(self, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (laid_out(x.to(device), how) for x, how in zip(self._plain(), self.layouts, strict=True))
+        q, k, v = (LAYOUTS[how](x.to(device)) for x, how in zip(self._plain(), self.layouts, strict=True))
         return q, k, v
 
     def _plain(self) -> list[Tensor]:
@@ -82,29 +82,6 @@ def valued(x: Tensor, kind: str, generator: torch.Generator) -> Tensor:
         "tiny": 1e-6 * x,
         "zeros": 0.0 * noise,  # of both signs
     }[kind]
-
-
-def laid_out(x: Tensor, how: str) -> Tensor:
-    """The numbers elsewhere in memory, NaN around them."""
-    if how == "heads inside":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if how == "transposed":
-        return x.mT.contiguous().mT
-    if how == "sliced":
-        wide = torch.full((*x.shape[:3], x.shape[3] + 3), float("nan"), dtype=x.dtype, device=x.device)
-        wide[..., 1:-2] = x
-        return wide[..., 1:-2]
-    if how == "strided":
-        wide = torch.full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), float("nan"), dtype=x.dtype, device=x.device)
-        wide[:, :, ::2] = x
-        return wide[:, :, ::2]
-    if how == "offset":
-        return torch.cat((x.new_full((1,), float("nan")), x.flatten()))[1:].view(x.shape)
-    if how == "flipped heads":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if how == "expanded":  # these become other numbers
-        return x[:1, :1].expand(x.shape)
-    return x.contiguous()
 
 
 @frozen

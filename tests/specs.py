@@ -16,6 +16,12 @@ def asked(mask: BlockMask, scale: float = 1.0, **more: Any) -> AttentionSpec:
     return AttentionSpec(scale=scale, causal=mask.grid.causal, window=mask.grid.window, **more)
 
 
+def kept(mask: BlockMask, row: int = 0, head: int = 0) -> list[int]:
+    """The columns of blocks that a row of one head keeps, in the first batch entry."""
+    columns: list[int] = mask.keep[0, head, row].nonzero().flatten().tolist()
+    return columns
+
+
 def kept_pairs(mask: BlockMask) -> Tensor:
     """The meaning of a mask, `[B, Hq, M, N]` bool, queries in original order."""
     grid = mask.grid

@@ -106,24 +106,6 @@ def test_a_call_that_cannot_be_is_one_sentence(called: Any, spoil: Spoil) -> Non
             sentence(error)
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "arguments", "said"),
-    [
-        (bs.mean_pooling([0.5, 0.6, 0.7]), {}, r"one entry per query head \(4\): 3"),
-        (bs.sparge(theta=[0.5] * 5), {}, r"one entry per query head \(4\): 5"),
-        (bs.s2o([0.1, 0.2]), {}, r"'tau' has 2 entries for 4 query heads"),
-        (bs.s2o(), {"causal": False}, "Call the pipeline with causal=True"),
-        (bs.sparge(order=bs.HilbertOrder((1, 8, 8))), {"causal": False}, "HilbertOrder needs 64 keys"),
-        (bs.bfla(block=32, g=8, tile=8, rho=[0.1] * 3), {}, r"one entry per query head \(4\): 3"),
-        (bs.HeadGroups({(0,): None}), {}, "each of the 2 KV heads; missing: 1"),
-    ],
-)
-def test_what_a_pipeline_wants_of_its_inputs(pipeline: Any, arguments: Call, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as error:
-        pipeline(*make_qkv(N=300, D=8), **arguments)
-    sentence(error)
-
-
 PIPELINE, GROUPS = CALLED["pipeline"], CALLED["groups"]
 
 

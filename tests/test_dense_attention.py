@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from blocksparse.execute.dense_attention import _by_rows, dense_attention
 from blocksparse.spec import AttentionSpec
 from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
+from tests.layouts import LAYOUTS
 from tests.machine import needs_gpu, needs_hopper
 
 ALL_DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -96,27 +97,11 @@ def test_every_head_dim(dtype: torch.dtype, M: int, D: int, Dv: int, device: str
     check(dense_attention(q, k, v, AttentionSpec(scale=SCALE)), q, k, v, causal=True)
 
 
-def head_dim_outside(x: Tensor) -> Tensor:
-    return x.mT.contiguous().mT
-
-
-def tokens_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def odd_stride(x: Tensor) -> Tensor:
-    return torch.cat([x, x[..., :1]], dim=-1)[..., :-1]
-
-
-def odd_address(x: Tensor) -> Tensor:
-    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("M", [200, 131])
-@pytest.mark.parametrize("laid_out", [head_dim_outside, tokens_first, odd_stride, odd_address])
-def test_every_layout(laid_out: Callable[[Tensor], Tensor], M: int, dtype: torch.dtype, device: str) -> None:
-    q, k, v = (laid_out(x) for x in make_qkv(M=M, D=32, dtype=dtype, device=device))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout: str, M: int, dtype: torch.dtype, device: str) -> None:
+    q, k, v = map(LAYOUTS[layout], make_qkv(M=M, D=32, dtype=dtype, device=device))
     check(dense_attention(q, k, v, AttentionSpec(scale=SCALE)), q, k, v, causal=True)
 
 

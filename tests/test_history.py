@@ -17,7 +17,7 @@ from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.score import pooled as mean_pool
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
-from tests.drawn import laid_out
+from tests.layouts import LAYOUTS
 from tests.machine import GPU, needs_gpu
 from tests.on_kernels import pretend_gpu
 from tests.stages import ByReference
@@ -125,7 +125,7 @@ def test_heads_may_lie_inside_of_tokens(scorer: bs.Scorer[Any, Any], D: int, dev
     pipeline, history = a_pipeline(scorer), bs.KeyHistory()
     sizes: dict[str, Any] = {"Hq": 8, "Hkv": 8, "D": D}
     for x in chunks((64, 136, 236, 300, 512), device=device, **sizes):
-        q, k, v = (laid_out(each, "heads inside") for each in x)
+        q, k, v = map(LAYOUTS["tokens before heads"], x)
         assert_same_trace(pipeline.trace(q, k, v, history=history), pipeline.trace(q, k, v))
 
 

@@ -23,6 +23,7 @@ from blocksparse.kernels.common import hardware
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
+from tests.layouts import LAYOUTS
 from tests.machine import GPU, needs_gpu
 from tests.meaning import assert_same_bits
 from tests.stages import ByReference
@@ -231,18 +232,6 @@ def test_a_graph_refuses_a_scale_out_of_range() -> None:
     compiled(q, k, v, 0.1)
     with pytest.raises((torch._dynamo.exc.Unsupported, ValueError), match="'scale' must be 0 or of a magnitude"):
         compiled(q, k, v, 1e300)
-
-
-# How q, k and v may lie in memory: `[B, H, N, D]` each.
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "channels first": lambda x: x.mT.contiguous().mT,
-    "a slice": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
-    "one of three": lambda x: torch.stack((x, x, x), 3)[..., 1, :],
-    "expanded": lambda x: x[:, :, :1].expand(x.shape),
-    "batch last": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -1,6 +1,6 @@
 """Mistakes that users make, and what each message must say: what was wrong, with what value, and what to do now.
 
-A row is a call and words of its message, in order. `tests/test_bad_arguments.py` draws thousands of wrong values;
+A row is a call and words of its error, in order. `tests/test_bad_arguments.py` draws thousands of wrong values;
 here are those that people write.
 """
 
@@ -48,30 +48,36 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ANY.xattention(threshold=0.9), "xattention() | 'threshold'"),
     (lambda: ANY.TopK(0.1), "'k' | whole number | 0.1"),
     (lambda: bs.TopK(share=2.0), "'share' | (0, 1] | 2.0"),
-    (lambda: bs.TopK(), "'TopK' | 'k' or 'share' | k=None"),
+    (lambda: bs.TopK(), "ValueError: 'TopK' takes either 'k' or 'share' | k=None"),
+    (lambda: bs.TopK(2, share=0.5), "ValueError: 'TopK' takes either 'k' or 'share' | k=2"),
     (lambda: ANY.HilbertOrder((16, 16)), "'grid' | (T, H, W) | or None: (16, 16). An image is (1, H, W)."),
     # Tensors.
     (lambda: MEAN(*(x.transpose(1, 2) for x in (Q, K, V))), "Nq=4, Nk=2 | [B, H, N, D], heads before tokens"),
-    (lambda: MEAN(Q[0], K[0], V[0]), "'q' | (4, 256, 32) | heads before tokens"),
-    (lambda: MEAN(Q[:, :3], K, V), "multiple of the KV heads (2) | 3 | Do not repeat k and v"),
-    (lambda: MEAN(Q.half(), K, V), "one dtype | float16 | Convert them with .to()"),
-    (lambda: MEAN(Q.int(), K.int(), V.int()), "'q' | torch.int32 | Convert it to float16"),
-    (lambda: MEAN(Q.numpy(), K, V), "'q' must be a tensor | ndarray"),
-    (lambda: MEAN(Q, K.to("meta"), V), "one device | cpu, meta, cpu | .to()"),
-    (lambda: MEAN(Q, K[:, :, :9], V[:, :, :9]), "Nq=256, Nk=9 | Pass the cached keys too"),
-    (lambda: MEAN(Q, K, V[:, :, :9]), "'v' | heads and tokens of 'k' | (1, 2, 9, 32)"),
-    (lambda: MEAN(*(torch.randn(1, 2, 9, 512) for _ in range(3))), "head dim | at most 256 | 512"),
+    (lambda: MEAN(Q[0], K[0], V[0]), "ValueError: 'q' | [B, H, N, D] | (4, 256, 32) | heads before tokens"),
+    (lambda: MEAN(Q[:, :3], K, V), "ValueError | multiple of the KV heads (2) | 3 | Do not repeat k and v"),
+    (lambda: MEAN(Q.half(), K, V), "TypeError | one dtype | float16 | Convert them with .to()"),
+    (lambda: MEAN(Q.int(), K.int(), V.int()), "TypeError: 'q' | floating-point | torch.int32 | Convert it"),
+    (lambda: MEAN(Q.numpy(), K, V), "TypeError: 'q' must be a tensor | ndarray"),
+    (lambda: MEAN(Q, K.to("meta"), V), "ValueError | one device | cpu, meta, cpu | .to()"),
+    (lambda: MEAN(Q, K[:, :, :9], V[:, :, :9]), "ValueError | at least as many | Nq=256, Nk=9 | Pass the cached"),
+    (lambda: MEAN(Q, K, V[:, :, :9]), "ValueError: 'v' | heads and tokens of 'k' | (1, 2, 9, 32)"),
+    (lambda: MEAN(*(torch.randn(1, 2, 9, 512) for _ in range(3))), "ValueError | head dim | at most 256 | 512"),
+    (lambda: MEAN(Q, K[..., :9], V[..., :9]), "ValueError | head dim of 'q' (32): 9"),
+    (lambda: MEAN(torch.cat((Q, Q)), K, V), "ValueError | one batch size: 2, 1, 1"),
+    (lambda: MEAN(Q[:, :, :0], K, V), "ValueError: 'q' must not be empty"),
     # Arguments of a call.
     (lambda: MEAN(Q, K), "missing | 'v'"),
-    (lambda: MEAN(Q, K, V, torch.ones(256, 256)), "no attention mask | Sequences.padded(mask"),
-    (lambda: MEAN(Q, K, V, causal=1), "'causal' must be a bool | 1"),
+    (lambda: MEAN(Q, K, V, torch.ones(256, 256)), "TypeError | no attention mask | Sequences.padded(mask"),
+    (lambda: MEAN(Q, K, V, is_causal=True), "TypeError | is_causal"),
+    (lambda: MEAN(Q, K, V, causal=1), "TypeError: 'causal' must be a bool: 1"),
     (lambda: MEAN(Q, K, V, scale="x"), "'scale' | str | float()"),
     (lambda: MEAN(Q, K, V, window=0), "'window' | at least 1 | 0"),
     (lambda: MEAN(Q, K, V, window=64, causal=False), "window=64 | Call with causal=True"),
     (lambda: MEAN(Q, K, V, softcap=-1.0), "'softcap' | -1.0"),
     (lambda: MEAN(Q, K, V, sinks=[0.1, 0.2]), "'sinks' has 2 entries for 4 query heads"),
     (lambda: bs.xattention([0.9, 0.8])(Q, K, V), "one entry per query head (4): 2 | Give one number per query"),
-    (lambda: bs.s2o()(Q, K, V, causal=False), "'GlobalIndexMap' | Call the pipeline with causal=True"),
+    (lambda: bs.s2o([0.1, 0.2])(Q, K, V), "'tau' has 2 entries for 4 query heads"),
+    (lambda: bs.s2o()(Q, K, V, causal=False), "ValueError | 'GlobalIndexMap' | Call | with causal=True"),
     (lambda: bs.s2o()(Q, K, V, window=64), "GatherExecutor | window | 64 tokens | another preset"),
     # Devices and executors.
     (lambda: bs.sparge(executor=bs.Int8Executor())(Q, K, V), "Int8Executor | on cpu | AutoExecutor()"),
@@ -138,7 +144,7 @@ def check(message: str, words: str) -> None:
 def test_a_wrong_call(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError, bs.UnsupportedError)) as error:
         call()
-    check(" ".join(str(error.value).split()), words)
+    check(" ".join(f"{type(error.value).__name__}: {error.value}".split()), words)
 
 
 def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:

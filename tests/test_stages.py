@@ -15,7 +15,7 @@ import blocksparse as bs
 from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.testing import make_qkv
-from tests.specs import asked
+from tests.specs import asked, kept
 from tests.stages import SELECTORS
 
 B16 = 16
@@ -35,11 +35,6 @@ def mass(*row: float, forced: list[int] | None = None) -> bs.BlockMass:
     keep = torch.zeros_like(values, dtype=torch.bool)
     keep[..., forced or []] = True
     return bs.BlockMass(values, grid(len(row)), keep if forced else None)
-
-
-def kept(mask: bs.BlockMask, row: int = 0, head: int = 0) -> list[int]:
-    columns: list[int] = mask.keep[0, head, row].nonzero().flatten().tolist()
-    return columns
 
 
 @pytest.mark.parametrize(

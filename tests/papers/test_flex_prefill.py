@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 from tests.papers.golden_cases import assert_same_output, cases, differing, load
-from tests.specs import kept_pairs
+from tests.specs import kept, kept_pairs
 from torch import Tensor
 
 import blocksparse as bs
@@ -275,11 +275,6 @@ def lines(
         slash=(first if slash is None else slash).unsqueeze(0),
         divergence=torch.ones(1, Hq),
     )
-
-
-def kept(mask: bs.BlockMask, row: int, head: int = 0) -> list[int]:
-    columns: list[int] = mask.keep[0, head, row].nonzero().flatten().tolist()
-    return columns
 
 
 @pytest.mark.parametrize("M", [83, 60])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.papers.golden_cases import cases, differing, load
-from tests.specs import kept_pairs
+from tests.specs import kept, kept_pairs
 from torch import Tensor
 
 import blocksparse as bs
@@ -191,11 +191,6 @@ def test_released_tiles_against_a_loop(M: int) -> None:
 
 
 # A-shape and tri-shape.
-
-
-def kept(mask: bs.BlockMask, row: int) -> list[int]:
-    columns: list[int] = mask.keep[0, 0, row].nonzero().flatten().tolist()
-    return columns
 
 
 def test_a_shape_and_tri_shape_by_hand() -> None:

@@ -205,12 +205,6 @@ def test_maps_of_other_precisions_are_permutations(dtype: torch.dtype) -> None:
         assert bool((ranked[..., :-held] == -1).all())
 
 
-def test_it_is_causal_only() -> None:
-    q, k, v = make_qkv(N=64, D=16)
-    with pytest.raises(ValueError, match="Call the pipeline with causal=True"):
-        s2o(S=32, block=16)(q, k, v, causal=False)
-
-
 @pytest.mark.parametrize("band", [0, 24, 64])
 @pytest.mark.parametrize(("prefix", "coarse"), [(None, False), (40, False), (40, True)])
 @pytest.mark.parametrize("start", [32, 64, 96, 128, 160])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from tests.papers.readings import CASES, Small, small
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def test_outputs_and_what_was_left_out() -> None:
     left_out = 0
     for seed in range(CASES):
         case = small(seed, causal=seed % 3 > 0, most=40)
-        case = Small(8 * case.q[:, :, -5:], case.k, case.v, case.causal, 8, case.draw)
+        case = evolve(case, q=8 * case.q[:, :, -5:])
         trace = pipeline.trace(case.q, case.k, case.v, causal=case.causal)
         visited = torch.zeros_like(trace.visited.keep)
         for head in range(case.q.shape[1]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from attrs import evolve
 from tests.papers.readings import Small, check, small, some_cases, top
 from torch import Tensor
 
@@ -68,7 +69,7 @@ def test_along_a_curve() -> None:
     for seed in range(5):
         case = small(seed, causal=False, N=64)
         place = order.cells("cpu")
-        moved = Small(case.q[:, :, place], case.k[:, :, place], case.v[:, :, place], False, 8, case.draw)
+        moved = evolve(case, q=case.q[:, :, place], k=case.k[:, :, place], v=case.v[:, :, place])
         for preset, its in ((bs.subblock, subblock), (bs.dfs_attn, dfs_attn)):
             pipeline = preset(cell=CELL, block=8, order=order, executor=bs.ReferenceExecutor())
             assert torch.equal(pipeline.trace(case.q, case.k, case.v, causal=False).mask.keep, its(moved))

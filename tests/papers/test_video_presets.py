@@ -68,15 +68,15 @@ def radial_cells(grid: Grid, decay: float) -> Tensor:
 def test_radial(cases: range) -> None:
     decays = [0.3, 0.7, 1.0, 2.0]
 
-    def preset(case: Small, seed: int) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask]:
-        grid, prefix, _ = grids(seed)
-        return bs.radial(grid, decay=decays[seed % 4], block=8, prefix=prefix, executor=REFERENCE)
+    def preset(case: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask]:
+        grid, prefix, _ = grids(case.seed)
+        return bs.radial(grid, decay=decays[case.seed % 4], block=8, prefix=prefix, executor=REFERENCE)
 
-    def reading(case: Small, seed: int) -> Tensor:
-        grid, prefix, suffix = grids(seed)
-        return blocks_of(with_text(radial_cells(grid, decays[seed % 4]), prefix, suffix))
+    def reading(case: Small) -> Tensor:
+        grid, prefix, suffix = grids(case.seed)
+        return blocks_of(with_text(radial_cells(grid, decays[case.seed % 4]), prefix, suffix))
 
-    check_each(preset, reading, cases)
+    check(preset, reading, map(on_grid, cases))
 
 
 def frames_seen(T: int, first: int, period: int, step: int, W: int) -> list[set[int]]:
@@ -104,41 +104,28 @@ def test_lva(cases: range) -> None:
     def options(seed: int) -> dict[str, int]:
         return {"period": 2 + seed % 3, "radius": seed % 3, "first": seed % 2, "step": seed % 7}
 
-    def preset(case: Small, seed: int) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask]:
-        grid, prefix, _ = grids(seed)
-        return bs.lva(grid, **options(seed), block=8, prefix=prefix, executor=REFERENCE)
+    def preset(case: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask]:
+        grid, prefix, _ = grids(case.seed)
+        return bs.lva(grid, **options(case.seed), block=8, prefix=prefix, executor=REFERENCE)
 
-    def reading(case: Small, seed: int) -> Tensor:
-        ((T, H, W), prefix, suffix), of = grids(seed), options(seed)
+    def reading(case: Small) -> Tensor:
+        ((T, H, W), prefix, suffix), of = grids(case.seed), options(case.seed)
         frames = torch.zeros(T, T, dtype=torch.bool)
         for f, seen in enumerate(frames_seen(T, of["first"], of["period"], of["step"], of["radius"])):
             frames[f, sorted(seen)] = True
         cells = frames.repeat_interleave(H * W, 0).repeat_interleave(H * W, 1)
         return blocks_of(with_text(cells, prefix, suffix))
 
-    check_each(preset, reading, cases)
-
-
-def check_each(preset: object, reading: object, numbers: range) -> None:
-    """`check` for functions that take the seed of a case as well."""
-    cases = [on_grid(i) for i in numbers]
-    seeds = {id(case): seed for seed, case in zip(numbers, cases, strict=True)}
-    check(
-        lambda case: preset(case, seeds[id(case)]),  # type: ignore[operator]
-        lambda case: reading(case, seeds[id(case)]),  # type: ignore[operator]
-        iter(cases),
-    )
+    check(preset, reading, map(on_grid, cases))
 
 
 @some_cases
 def test_nabla(cases: range) -> None:
     """Whole tiles of 1 x 2 x 4 cells; the smallest weights go, until less than 1 - mass of them is gone."""
     sizes = {i: (1 + i % 4, 2 * (1 + i % 3), 4 * (1 + i % 2)) for i in cases}
-    drawn = [small(i, causal=False, N=math.prod(sizes[i])) for i in cases]
-    seeds = {id(case): i for i, case in zip(cases, drawn, strict=True)}
 
     def reading(case: Small) -> tuple[Tensor, Tensor, Tensor]:
-        T, H, W = sizes[seeds[id(case)]]
+        T, H, W = sizes[case.seed]
         tiles = [(t, h, w) for t in range(T) for h in range(H // 2) for w in range(W // 4)]
         order = [(t * H + 2 * h + y) * W + 4 * w + x for t, h, w in tiles for y in range(2) for x in range(4)]
         queries, keys = (x[:, :, order].unflatten(2, (-1, 8)).mean(3) for x in (case.q, case.keys))
@@ -151,9 +138,9 @@ def test_nabla(cases: range) -> None:
         return kept | near, slots[0], slots[1]
 
     def preset(case: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
-        return bs.nabla(0.6, sizes[seeds[id(case)]], tile=(1, 2, 4), block=8, executor=REFERENCE)
+        return bs.nabla(0.6, sizes[case.seed], tile=(1, 2, 4), block=8, executor=REFERENCE)
 
-    check(preset, reading, iter(drawn))
+    check(preset, reading, (small(i, causal=False, N=math.prod(sizes[i])) for i in cases))
 
 
 def clustered(x: Tensor, clusters: int, iterations: int, kind: int) -> Tensor:

@@ -34,6 +34,7 @@ from blocksparse.kernels.common import compiled as cpu_calls
 from blocksparse.kernels.masks.arguments import LogitChange, RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.select.top_k import visiting_order
+from tests.drawn import LAYOUTS
 from tests.meaning import pairs_of
 
 BLOCKS = 1, 7, 16, 32, 48, 64, 96, 128, 160, 256, 1000
@@ -57,6 +58,9 @@ class Case:
     about: str
 
 
+SOME_LAYOUTS = ("plain", "plain", "tokens before heads", "head dim not innermost", "part of a cache", "odd rows")
+
+
 def case(seed: int) -> Case:
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -67,7 +71,8 @@ def case(seed: int) -> Case:
     D, Dv, dtype = draw.choice(WIDTHS), draw.choice(WIDTHS), draw.choice(DTYPES)
     Dv = draw.choice((D, Dv))
     q, k, v = (
-        _laid_out(torch.randn(B, H, n, d).to(dtype), draw) for H, n, d in ((Hq, M, D), (Hkv, N, D), (Hkv, N, Dv))
+        LAYOUTS[draw.choice(SOME_LAYOUTS)](torch.randn(B, H, n, d).to(dtype))
+        for H, n, d in ((Hq, M, D), (Hkv, N, D), (Hkv, N, Dv))
     )
     q_block, k_block = draw.choice(BLOCKS), draw.choice(BLOCKS)
     window = draw.choice((None, None, draw.randint(1, N))) if causal else None
@@ -99,20 +104,6 @@ def _grid(
 ) -> bs.Grid:
     spec = bs.AttentionSpec(scale=1.0, causal=causal, window=window)
     return bs.Grid.of(q, k, order, spec, q_block=q_block, k_block=k_block)
-
-
-def _laid_out(x: Tensor, draw: random.Random) -> Tensor:
-    """The same numbers, with axes in another order in memory, or as a part of something larger."""
-    kind = draw.randrange(5)
-    if kind == 0:
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if kind == 1:
-        return x.mT.contiguous().mT
-    if kind == 2:
-        whole = x.new_full((*x.shape[:2], x.shape[2] + 3, x.shape[3] + 5), float("nan"))
-        whole[:, :, 1:-2, 2:-3] = x
-        return whole[:, :, 1:-2, 2:-3]
-    return x
 
 
 def _permutation(draw: random.Random, q: Tensor, k: Tensor, q_block: int, causal: bool) -> bs.Permutation:
