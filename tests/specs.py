@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blocksparse.grid import Grid
+from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec
 
@@ -14,6 +16,20 @@ from blocksparse.spec import AttentionSpec
 def asked(mask: BlockMask, scale: float = 1.0, **more: Any) -> AttentionSpec:
     """The spec for which a mask was made; a mask does not know the scale, the softcap and the sinks."""
     return AttentionSpec(scale=scale, causal=mask.grid.causal, window=mask.grid.window, **more)
+
+
+def grid_of(
+    q: Tensor,
+    k: Tensor,
+    q_block: int,
+    k_block: int | None = None,
+    *,
+    permutation: Permutation | None = None,
+    **asked: Any,
+) -> Grid:
+    """The grid of a call, of blocks of as many keys as queries unless both are said; a grid knows no scale."""
+    spec = AttentionSpec(scale=1.0, **asked)
+    return Grid.of(q, k, permutation or GlobalPermutation(), spec, q_block=q_block, k_block=k_block or q_block)
 
 
 def kept(mask: BlockMask, row: int = 0, head: int = 0) -> list[int]:

@@ -27,7 +27,7 @@ from blocksparse.kernels.common.tiles import HopperTiles
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import int8_attention_reference
 from tests.machine import GPU, needs_hopper
-from tests.specs import asked
+from tests.specs import asked, grid_of
 
 PLAN = evolve(TINY, Hq=2, Hkv=1, budget_ms=1.0, densities=(0.5,), kernel_lengths=(128,), taus=(0.01, 0.5))
 
@@ -179,14 +179,9 @@ def test_gather_has_what_its_table_needs(device: str) -> None:
 def test_dense_rows() -> None:
     q, k, v = make_qkv(N=70, M=50, D=16, Hq=4, Hkv=2)
     at = torch.tensor([0, 7, 49, 7])
-    mask = bs.BlockMask(torch.ones(1, 4, 1, 1, dtype=torch.bool), grid_of(q, k))
+    mask = bs.BlockMask(torch.ones(1, 4, 1, 1, dtype=torch.bool), grid_of(q, k, 128))
     want = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, 0.25)).out
     torch.testing.assert_close(s2o_tables.dense_rows(q, k, v, at).float(), want[:, :, at], rtol=1e-5, atol=1e-5)
-
-
-def grid_of(q: Tensor, k: Tensor) -> bs.Grid:
-    """One block that holds everything."""
-    return bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=128, k_block=128)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from blocksparse.testing import check_executor, make_qkv
 from tests import stages
 from tests.largest import Largest
 from tests.machine import GPU, needs_gpu
-from tests.specs import asked
+from tests.specs import asked, grid_of
 
 EXACT = bs.CpuExecutor(), bs.ReferenceExecutor()
 ON_A_GPU: list[bs.Executor[Any, Any]] = [
@@ -243,7 +243,7 @@ def test_cpu_joins_rows_to_no_other_result(Hkv: int, tokens_first: bool) -> None
     q, k, v = make_qkv(Hkv=Hkv, N=700, D=16)
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=64, k_block=32)
+    grid = grid_of(q, k, 64, 32)
     keep = grid.visible.repeat(1, 4, 1, 1)
     keep[:, 1, 5:, 2] = keep[:, 2, 9] = keep[:, 3, 4, 8:] = False
     outputs = [e(q, k, v, bs.BlockMask(keep, grid), asked(bs.BlockMask(keep, grid), 0.25)) for e in EXACT]
@@ -410,7 +410,7 @@ def test_a_query_without_keys_is_0_beside_any_value(
         pytest.skip("it runs on a CPU")
     block, D, dtype = (64, 64, torch.float16) if device == "cuda" else (16, 16, torch.float32)
     q, k, v = make_qkv(Hq=2, Hkv=1, N=2 * block, D=D, dtype=dtype, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=2 * block, k_block=block)
+    grid = grid_of(q, k, 2 * block, block)
     keep = torch.zeros_like(grid.visible.expand(1, 2, 1, 2))
     keep[..., 1] = True
     mask = bs.RankedBlockMask(keep, grid, torch.zeros_like(keep, dtype=torch.int32))

@@ -13,7 +13,7 @@ import blocksparse as bs
 from blocksparse.execute import packages as flash_attention_4
 from blocksparse.execute.packages import not_importable
 from blocksparse.testing import assert_within_budget, make_qkv
-from tests.specs import asked
+from tests.specs import asked, grid_of
 from tests.stages import Shuffle
 
 INSTALLED = not not_importable("flash_attn.cute", "flash-attn-4", "fa4")
@@ -68,9 +68,7 @@ def test_it_names_sizes_without_tiles(
     hopper: bool, dims: tuple[int, int], blocks: tuple[int, int], count: int
 ) -> None:
     q, k, _ = make_qkv(N=300)
-    grid = bs.Grid.of(
-        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=blocks[0], k_block=blocks[1]
-    )
+    grid = grid_of(q, k, blocks[0], blocks[1])
     mask = bs.BlockMask(grid.visible.expand(grid.batch, grid.q_heads, -1, -1), grid)
     assert len(flash_attention_4._wrong_sizes(*dims, mask, hopper=hopper)) == count
 

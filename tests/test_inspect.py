@@ -29,7 +29,7 @@ from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT
 from blocksparse.tools.inspection.collect import Figures, Findings, Maps, Preset, look
 from blocksparse.tools.inspection.page import numbers, page
-from tests.specs import asked
+from tests.specs import asked, grid_of
 from tests.tiny_model import byte_tokenizer, save_tiny
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -101,7 +101,7 @@ def test_maps_show_what_lies_where() -> None:
     q, k, v = make_qkv(Hq=1, Hkv=1, N=8, D=8)
     order = torch.tensor([3, 2, 1, 0, 7, 6, 5, 4], dtype=torch.int32)
     permutation = bs.GlobalPermutation(order.view(1, 1, 1, 8), segment=4)
-    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0), q_block=4, k_block=4)
+    grid = grid_of(q, k, 4, permutation=permutation)
     keep = torch.tensor([[True, False], [False, True]]).view(1, 1, 2, 2)
     scale, mask = 0.3, bs.BlockMask(keep, grid)
     scores = bs.MeanPoolScorer(4)(q, k, permutation, bs.AttentionSpec(scale=scale))

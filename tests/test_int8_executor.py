@@ -16,7 +16,7 @@ from blocksparse.kernels.common.tiles import HopperTiles, TritonTiles, tuned, tu
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import int8_attention_reference
 from tests.meaning import assert_blind_to_later, relative_l1
-from tests.specs import asked
+from tests.specs import asked, grid_of
 from tests.stages import random_keys
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is asked for first")
@@ -26,9 +26,7 @@ def mask_of(
     q: Tensor, k: Tensor, order: bs.GlobalPermutation, *, blocks: tuple[int, int] = (128, 128), causal: bool = True
 ) -> bs.BlockMask:
     """Everything that can be seen."""
-    grid = bs.Grid.of(
-        q, k, order, bs.AttentionSpec(scale=1.0, causal=causal), q_block=blocks[0], k_block=blocks[1]
-    )
+    grid = grid_of(q, k, blocks[0], blocks[1], permutation=order, causal=causal)
     return bs.BlockMask(grid.visible.expand(*q.shape[:2], -1, -1), grid)
 
 

@@ -21,7 +21,7 @@ from blocksparse.testing import assert_within_budget, every_preset, make_qkv, ma
 from blocksparse.testing.inputs import shuffled
 from tests import stages
 from tests.cases import each, each_of_group, grouped
-from tests.specs import kept_pairs
+from tests.specs import grid_of, kept_pairs
 
 Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
 
@@ -370,7 +370,7 @@ def test_chunked_equals_unchunked(
     if permutation.group is not None:
         kept = permutation.k_index[:, :, start // permutation.group :]
         permutation = bs.Permutation(kept, group=permutation.group)
-    grid = bs.Grid.of(chunk, k, permutation, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    grid = grid_of(chunk, k, 16, permutation=permutation)
     mask = bs.RankedBlockMask(whole.mask.keep[:, :, first:], grid, whole.mask.rank[:, :, first:] - grid.cols)
     trace = Choice(chunk, k, v, whole.spec, permutation, whole.scores, mask)
     if not runs(executor, trace):
@@ -420,7 +420,7 @@ def test_no_causal_row_is_empty_where_all_is_equal(front: Front) -> None:
 def test_a_row_with_nothing_kept(executor: bs.Executor[Any, Any], device: str) -> None:
     """gives 0 and -inf, never NaN and never uninitialised memory."""
     q, k, v = make_qkv(**SMALL | {"N": 97}, device="cpu" if isinstance(executor, bs.CpuExecutor) else device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    grid = grid_of(q, k, 16)
     keep = grid.visible.expand(1, 2, -1, -1).clone()
     keep[:, :, 4:6] = False
     keep[:, 0] = False

@@ -14,7 +14,7 @@ from tests import stages
 from tests.layouts import LAYOUTS
 from tests.meaning import assert_same_bits
 from tests.on_kernels import pretend_gpu, small_preset
-from tests.specs import asked
+from tests.specs import asked, grid_of
 
 # One for each way in which a kernel may take a wrong step: along a row, from row to row, from head to head.
 THREE = ("head dim not innermost", "every second token", "one head expanded")
@@ -62,7 +62,7 @@ def test_executors(executor: bs.Executor[Any, Any], layout: str, moved: str, dev
     q, k, v = (LAYOUTS[layout](x) for x in make_qkv(**SIZES, M=18, device=device))
     shuffled = stages.Shuffle()(q, k, bs.AttentionSpec(scale=0.25))
     permutation = bs.GlobalPermutation(**{name: getattr(shuffled, name) for name in (f"{moved[0]}_index",)})
-    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    grid = grid_of(q, k, 16, permutation=permutation)
     keep = (torch.rand(2, 2, grid.rows, grid.cols) < 0.7).to(device) & grid.visible
     mask = bs.RankedBlockMask(keep, grid, torch.zeros_like(keep, dtype=torch.int32))
     in_rows = contiguous(q, k, v)
@@ -136,7 +136,7 @@ IN_THREE = (
 def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """Values and forced blocks that lie in any way."""
     q, k, _ = make_qkv(**SIZES, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=4, k_block=4)
+    grid = grid_of(q, k, 4)
     values = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).to(device))
     forced = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.2).to(device))
     got = selector(bs.BlockMass(values, grid, forced))
@@ -153,7 +153,7 @@ def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, dev
 def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """Chosen blocks and ranks that lie in any way."""
     q, k, v = make_qkv(**SIZES | {"N": 50}, M=40, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    grid = grid_of(q, k, 16)
     keep = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.5).to(device)) & grid.visible
     keep = LAYOUTS[layout](keep)
     rank = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).argsort(-1).int().to(device))
@@ -166,7 +166,7 @@ def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, devi
 def test_masks_join_from_any_place_in_memory(offset: int, device: str) -> None:
     """Rows of whole eights, which are joined as numbers of 64 bits, from memory that begins at an odd place."""
     q, k, _ = make_qkv(B=1, Hq=2, Hkv=1, N=64, D=16, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=8, k_block=8)
+    grid = grid_of(q, k, 8)
     memory = (torch.rand(2, 128 + offset) < 0.5).to(device)
     mine, its = (bs.BlockMask(x[offset:].view(1, 2, 8, 8), grid) for x in memory)
     assert torch.equal((mine | its).keep, mine.keep | its.keep)

@@ -13,7 +13,7 @@ from blocksparse.distributed.ranks import ShardedCall
 from blocksparse.distributed.scheme import attend_whole
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests import stages
-from tests.specs import asked
+from tests.specs import asked, grid_of
 
 REFERENCE = bs.MeanCorrectionExecutor(bs.ReferenceExecutor())
 
@@ -68,7 +68,7 @@ def test_it_is_the_sum_over_keys_and_means(order: bs.Permuter[Any], call: dict[s
 def test_executors_and_precisions(device: str) -> None:
     """Each executor that gives an lse, in budget of what float64 gives; a row with nothing kept has its means."""
     q, k, v = make_qkv(N=200, Hq=4, Hkv=2, D=32, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    grid = grid_of(q, k, 16)
     keep = grid.visible.expand(1, 4, -1, -1) & (torch.rand(1, 4, grid.rows, grid.cols) < 0.3).to(device)
     keep = keep & (torch.arange(grid.rows, device=device) != 5)[:, None]
     mask = bs.BlockMask(keep, grid)

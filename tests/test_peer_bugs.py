@@ -9,6 +9,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.testing import every_preset, make_qkv
+from tests.specs import grid_of
 
 PRESETS = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 
@@ -60,14 +61,7 @@ def test_density_is_the_same_count_everywhere(preset: Any, device: str) -> None:
         dense += queries * min(-(-row_end // grid.k_block) * grid.k_block, 1000)
     torch.testing.assert_close(trace.density(), kept / dense)
     if isinstance(trace.permutation, bs.GlobalPermutation):
-        there = bs.Grid.of(
-            q.to(device),
-            k.to(device),
-            bs.GlobalPermutation(),
-            bs.AttentionSpec(scale=1.0),
-            q_block=grid.q_block,
-            k_block=grid.k_block,
-        )
+        there = grid_of(q.to(device), k.to(device), grid.q_block, grid.k_block)
         moved = bs.BlockMask(trace.visited.keep.to(device), there)
         assert torch.equal(moved.density().cpu(), trace.visited.density())
 

@@ -15,7 +15,7 @@ import blocksparse as bs
 from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.testing import make_qkv
-from tests.specs import asked, kept
+from tests.specs import asked, grid_of, kept
 from tests.stages import SELECTORS
 
 B16 = 16
@@ -24,9 +24,7 @@ B16 = 16
 def grid(rows: int, *, causal: bool = False, heads: int = 1, kv_heads: int = 1) -> bs.Grid:
     """`rows` x `rows` blocks of 16 in original order."""
     q, k = torch.zeros(1, heads, rows * B16, 8), torch.zeros(1, kv_heads, rows * B16, 8)
-    return bs.Grid.of(
-        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=causal), q_block=B16, k_block=B16
-    )
+    return grid_of(q, k, B16, causal=causal)
 
 
 def mass(*row: float, forced: list[int] | None = None) -> bs.BlockMass:
@@ -192,7 +190,7 @@ def test_a_grid_is_refined_once() -> None:
     assert coarse.shared() is coarse  # no head has positions of its own
     order = torch.arange(64).roll(9).int().expand(1, 4, 1, 64)
     q, k = torch.zeros(1, 4, 64, 8), torch.zeros(1, 2, 64, 8)
-    moved = bs.Grid.of(q, k, bs.GlobalPermutation(order), bs.AttentionSpec(scale=1.0), q_block=B16, k_block=B16)
+    moved = grid_of(q, k, B16, permutation=bs.GlobalPermutation(order))
     assert moved.shared().k_first.shape[1] == 2
     assert moved.shared().refined(2) is not moved.refined(2)
 
@@ -218,9 +216,7 @@ def test_band_covers_both_sides_when_not_causal() -> None:
 def test_first_token_follows_the_permutation() -> None:
     q = torch.zeros(1, 1, 64, 8)
     k_index = torch.arange(64).roll(20).view(1, 1, 1, 64).int()  # token 0 now stands in slot 20
-    moved = bs.Grid.of(
-        q, q, bs.GlobalPermutation(k_index), bs.AttentionSpec(scale=1.0, causal=False), q_block=B16, k_block=B16
-    )
+    moved = grid_of(q, q, B16, permutation=bs.GlobalPermutation(k_index), causal=False)
     assert kept(bs.Sink(1)(bs.BlockScores(torch.zeros(1, 1, 4, 4), moved))) == [1]
 
 
@@ -324,7 +320,7 @@ def test_density_counts_the_slots_of_each_head(heads: int, kept: int) -> None:
     for b in range(2):
         for h in range(heads):
             index[b, h, :, 64 - 7 * h - 3 * b :] = -1
-    grid = bs.Grid.of(q, k, bs.Permutation(index, group=32), bs.AttentionSpec(scale=1.0), q_block=B16, k_block=B16)
+    grid = grid_of(q, k, B16, permutation=bs.Permutation(index, group=32))
     mask = bs.BlockMask(torch.ones(2, kept, 4, 4, dtype=torch.bool), grid)
     slots = torch.stack([(mask.slots(row) >= 0).sum((-1, -2)) for row in range(4)]).sum(0)  # [B, Hq]
     density = mask.density().repeat_interleave(4 // max(heads, kept), 1)
@@ -360,7 +356,7 @@ def test_a_mask_of_kv_heads_lies_on_a_shared_grid() -> None:
     """Whoever made it: bounds of blocks hold for all query heads of a group."""
     q, k, v = make_qkv(N=100, D=16)
     order = bs.SegmentKeySort(32, last_q=16)(q, k, bs.AttentionSpec(scale=0.25))
-    cut = bs.Grid.of(q, k, order, bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    cut = grid_of(q, k, 16, permutation=order)
     keep = cut.visible.expand(1, 4, -1, -1).unflatten(1, (2, 2)).any(2)
     mask = bs.BlockMask(keep, cut)
     got, want = (e(q, k, v, mask, asked(mask, 0.25)).out for e in (bs.CpuExecutor(), bs.ReferenceExecutor()))

@@ -13,7 +13,7 @@ import blocksparse as bs
 from blocksparse.testing import make_qkv
 from tests import stages
 from tests.machine import GPU
-from tests.specs import asked
+from tests.specs import asked, grid_of
 
 Q, K, V = make_qkv(Hq=4, Hkv=2, N=64, D=16)
 
@@ -36,14 +36,7 @@ def grid(
     block: int = 16,
     causal: bool = True,
 ) -> bs.Grid:
-    return bs.Grid.of(
-        q,
-        k,
-        permutation or bs.GlobalPermutation(),
-        bs.AttentionSpec(scale=1.0, causal=causal),
-        q_block=block,
-        k_block=block,
-    )
+    return grid_of(q, k, block, permutation=permutation or bs.GlobalPermutation(), causal=causal)
 
 
 def everything(cut: bs.Grid, heads: int = 4) -> bs.RankedBlockMask:

@@ -16,7 +16,7 @@ from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests import stages
 from tests.machine import GPU
 from tests.meaning import assert_means
-from tests.specs import asked
+from tests.specs import asked, grid_of
 from tests.test_logits import CHANGES, SomeRows, all_of_it
 from tests.test_logits import written_out as with_logits
 
@@ -312,13 +312,6 @@ def test_what_knows_no_window_says_so() -> None:
 
 def test_masks_of_other_windows_do_not_mix() -> None:
     q, k, _ = make_qkv(N=100, D=16)
-    one, other = (
-        bs.Band(8).on(
-            bs.Grid.of(
-                q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, window=window), q_block=16, k_block=16
-            )
-        )
-        for window in (40, None)
-    )
+    one, other = (bs.Band(8).on(grid_of(q, k, 16, window=window)) for window in (40, None))
     with pytest.raises(ValueError, match="masks must share a grid"):
         one | other

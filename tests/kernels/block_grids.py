@@ -9,6 +9,7 @@ import torch
 
 import blocksparse as bs
 from blocksparse.testing import make_qkv
+from tests.specs import grid_of
 
 KINDS = [
     "chunk",
@@ -54,14 +55,7 @@ def make_grid(kind: str, device: str) -> bs.Grid:
         )
     q_block, k_block = (8, 4) if kind == "wide" else (16, 16) if kind == "padded" else (8, 16)
     window = 21 if "window" in kind else None
-    return bs.Grid.of(
-        q,
-        k,
-        permutation,
-        bs.AttentionSpec(scale=1.0, causal=causal, window=window),
-        q_block=q_block,
-        k_block=k_block,
-    )
+    return grid_of(q, k, q_block, k_block, permutation=permutation, causal=causal, window=window)
 
 
 def heads_of(grid: bs.Grid) -> tuple[int, int, int, int]:

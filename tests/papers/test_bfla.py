@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.papers.golden_cases import assert_same_output, cases, differing, load
 from tests.papers.golden_inputs import Golden
+from tests.specs import grid_of
 from torch import Tensor
 
 import blocksparse as bs
@@ -57,7 +58,7 @@ def positions(rule: bs.PositionSelector, N: int, M: int | None = None, *, block:
     """What a rule keeps of itself, without diagonal and reach, one entry per query head, `[Hq, rows, cols]`."""
     Hq, Hkv = sizes.get("Hq", 1), sizes.get("Hkv", 1)
     q, k = torch.empty(1, Hq, N if M is None else M, 0), torch.empty(1, Hkv, N, 0)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=block, k_block=block)
+    grid = grid_of(q, k, block)
     return rule.where(grid).expand(1, Hq, grid.rows, grid.cols)[0]
 
 

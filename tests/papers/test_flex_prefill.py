@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 from tests.papers.golden_cases import assert_same_output, cases, differing, load
-from tests.specs import kept, kept_pairs
+from tests.specs import grid_of, kept, kept_pairs
 from torch import Tensor
 
 import blocksparse as bs
@@ -263,9 +263,7 @@ def lines(
     assert given is not None
     Hq = given.shape[0]
     q, k = torch.zeros(1, Hq, M or N, 8), torch.zeros(1, 1, N, 8)
-    grid = bs.Grid.of(
-        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=causal), q_block=B16, k_block=B16
-    )
+    grid = grid_of(q, k, B16, causal=causal)
     first = torch.zeros(Hq, N)
     first[:, 0] = 1.0
     return VerticalSlashScores(
@@ -422,9 +420,7 @@ def head(rows: list[list[float]], forced: list[int] | None = None) -> bs.BlockMa
     """One head, not causal."""
     values = torch.tensor(rows).view(1, 1, len(rows), -1)
     q, k = torch.zeros(1, 1, len(rows) * B16, 8), torch.zeros(1, 1, values.shape[-1] * B16, 8)
-    grid = bs.Grid.of(
-        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=False), q_block=B16, k_block=B16
-    )
+    grid = grid_of(q, k, B16, causal=False)
     keep = torch.zeros_like(values, dtype=torch.bool)
     keep[..., forced or []] = True
     return bs.BlockMass(values, grid, keep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.papers.golden_cases import cases, differing, load
-from tests.specs import kept, kept_pairs
+from tests.specs import grid_of, kept, kept_pairs
 from torch import Tensor
 
 import blocksparse as bs
@@ -100,7 +100,7 @@ def scores_of(
 ) -> VerticalSlashScores:
     """Scores whose heaviest keys and distances are these, heaviest first."""
     q, k = torch.zeros(1, Hq, M or N, 8), torch.zeros(1, 1, N, 8)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=B16, k_block=B16)
+    grid = grid_of(q, k, B16)
     columns, distances = torch.zeros(1, Hq, N), torch.zeros(1, Hq, N)
     for lines, chosen in ((columns, vertical), (distances, slash)):
         for place, line in enumerate(chosen):

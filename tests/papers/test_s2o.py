@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from tests.specs import asked, kept_pairs
+from tests.specs import asked, grid_of, kept_pairs
 from torch import Tensor
 
 import blocksparse as bs
@@ -423,7 +423,7 @@ def ranked(*ranks: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, bs.Ranked
     """One query that has seen every key, blocks of 16 keys with these ranks; every block of keys is alike."""
     k = keys.repeat_interleave(16).view(1, 1, -1, 1)
     q, v = torch.ones(1, 1, 1, 1), torch.ones_like(k)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    grid = grid_of(q, k, 16)
     keep = torch.ones(1, 1, 1, len(ranks), dtype=torch.bool)
     return q, k, v, bs.RankedBlockMask(keep, grid, torch.tensor(ranks, dtype=torch.int32).view(1, 1, 1, -1))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.papers.golden_cases import cases, load
 from tests.papers.golden_inputs import Golden
+from tests.specs import grid_of
 from torch import Tensor
 
 import blocksparse as bs
@@ -389,9 +390,7 @@ def rows_of(mask: bs.BlockMask) -> list[list[int]]:
 
 def test_top_k_with_forced_blocks_on_top() -> None:
     q = torch.zeros(1, 1, 64, 8)
-    grid = bs.Grid.of(
-        q, q, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=False), q_block=16, k_block=16
-    )
+    grid = grid_of(q, q, 16, causal=False)
     values = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(1, 1, 4, 4)
     forced = torch.tensor([True, False, False, False]).expand(1, 1, 4, 4)
     for k, first, expected in ((1, True, [0]), (1, False, [0, 1]), (2, True, [0, 1]), (2, False, [0, 1, 2])):
@@ -404,7 +403,7 @@ def test_top_k_with_forced_blocks_on_top() -> None:
 def test_top_k_shares() -> None:
     """Of what a causal row reaches, rounded up, or of all keys, rounded down; the diagonal on top of it."""
     q = torch.zeros(1, 1, 80, 8)
-    grid = bs.Grid.of(q, q, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    grid = grid_of(q, q, 16)
     scores = bs.BlockScores(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]).expand(1, 1, 5, 5), grid)
 
     def shares(share: float, **fields: bool) -> list[list[int]]:

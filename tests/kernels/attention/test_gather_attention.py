@@ -21,7 +21,7 @@ from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.presets.text import s2o
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_hopper
-from tests.specs import asked
+from tests.specs import asked, grid_of
 
 pytest.importorskip("triton")
 from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton
@@ -70,9 +70,7 @@ def arguments(
     """What the kernel takes, for a random mask in random order, of which diagonal and band open each row."""
     scale, k_block = q.shape[-1] ** -0.5, k_block or block
     permutation = (permuter or GlobalIndexMap(64))(q, k, bs.AttentionSpec(scale=scale, causal=causal))
-    grid = bs.Grid.of(
-        q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=k_block
-    )
+    grid = grid_of(q, k, block, k_block, permutation=permutation, causal=causal)
     shape = q.shape[0], q.shape[1], grid.rows, grid.cols
     generator = torch.Generator().manual_seed(0)
     chosen = (torch.rand(shape, generator=generator) < keep).to(q.device)

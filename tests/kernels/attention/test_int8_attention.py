@@ -14,7 +14,7 @@ from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import int8_attention_reference
 from tests.machine import HOPPER, needs_hopper
-from tests.specs import asked
+from tests.specs import asked, grid_of
 
 pytest.importorskip("triton")
 from blocksparse.execute.int8 import tile_operands
@@ -63,9 +63,7 @@ def arguments(
 ) -> Call:  # fmt: skip
     """What the kernel takes, for a random mask."""
     permutation = random_keys(k, segment=256) if sort else bs.GlobalPermutation()
-    grid = bs.Grid.of(
-        q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
-    )
+    grid = grid_of(q, k, q_block, k_block, permutation=permutation, causal=causal)
     kept = (torch.rand(*q.shape[:2], grid.rows, grid.cols, device=q.device) < keep) & grid.visible
     mask = bs.BlockMask(kept if nothing else kept | grid.diagonal, grid)
     plan = BlockPlan.of(mask.share_heads() if shared else mask)
@@ -206,7 +204,7 @@ def test_no_row_learns_of_a_later_token(blocks: tuple[int, int], offset: int, fp
     """Every path: smoothing by the first tokens, scales of tiles, sorted keys, chunks that start anywhere."""
     q, k, v = make_qkv(N=1000, M=1000 - offset, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, device="cuda")
     order = random_keys(k, segment=256)
-    grid = bs.Grid.of(q, k, order, bs.AttentionSpec(scale=1.0), q_block=blocks[0], k_block=blocks[1])
+    grid = grid_of(q, k, blocks[0], blocks[1], permutation=order)
     mask = bs.BlockMask(grid.visible.expand(1, 4, -1, -1), grid)
     assert_blind_to_later(bs.Int8Executor(fp8), q, k, v, mask, asked(mask, 0.125))
 

@@ -17,6 +17,7 @@ from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import approximate_attention_reference
 from tests.machine import DTYPES, GPU
 from tests.meaning import relative_l1
+from tests.specs import grid_of
 from tests.stages import random_keys
 
 pytest.importorskip("triton")
@@ -98,9 +99,7 @@ def arguments(
 ) -> tuple[Call, Tensor | None]:
     """What the kernel takes for a random mask, and what smoothing took from every logit."""
     keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
-    grid = bs.Grid.of(
-        q, keys, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=block
-    )
+    grid = grid_of(q, keys, block, permutation=permutation, causal=causal)
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
     chosen = (chosen | grid.diagonal) & grid.visible

@@ -23,7 +23,7 @@ from tests import meaning
 from tests.kernels.attention.references import approximate_attention_reference, sparse_attention_reference
 from tests.machine import DTYPES, GPU, needs_hopper
 from tests.on_kernels import pretend_gpu
-from tests.specs import asked
+from tests.specs import asked, grid_of
 from tests.stages import random_keys
 
 pytest.importorskip("triton")
@@ -116,7 +116,7 @@ def arguments(
 ) -> Call:
     """What the kernel takes, for a random mask."""
     k, v = permutation.gather_keys(k), permutation.gather_keys(v)
-    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=block, k_block=block)
+    grid = grid_of(q, k, block, permutation=permutation, causal=causal)
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
     plan = BlockPlan.of(bs.BlockMask((chosen | grid.diagonal) & grid.visible, grid))
@@ -239,7 +239,7 @@ def test_a_chunk_moves_what_it_visits(
     M, N, block = 33 * factor, 250 * factor, 16 * factor
     q, k, v = make_qkv(B=2, M=M, N=N, Hq=4, Hkv=2, D=16 * factor, dtype=dtype, device=device)
     permutation = random_keys(k, order_heads)
-    grid = bs.Grid.of(q, k, permutation, bs.AttentionSpec(scale=1.0), q_block=block, k_block=block)
+    grid = grid_of(q, k, block, permutation=permutation)
     keep = torch.rand(2, 4, grid.rows, grid.cols, generator=torch.Generator().manual_seed(0)).to(device) < 0.1
     keep[..., 0] = False
     keep[:, :, -1] = False
@@ -590,9 +590,7 @@ def test_hopper(
     q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, Dv=Dv, dtype=dtype, device="cuda")
     permutation = IN_PLACE if ordered else random_keys(k, segment=256)  # causal blocks stay visible
     k, v = permutation.gather_keys(k), permutation.gather_keys(v)
-    grid = bs.Grid.of(
-        q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
-    )
+    grid = grid_of(q, k, q_block, k_block, permutation=permutation, causal=causal)
     keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.3) & grid.visible
     if not nothing:
         keep = keep | grid.diagonal
@@ -637,9 +635,7 @@ def test_hopper_windows_softcaps_and_sinks(
     q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, device="cuda")
     permutation = IN_PLACE if ordered else random_keys(k, segment=256)
     k, v = permutation.gather_keys(k), permutation.gather_keys(v)
-    grid = bs.Grid.of(
-        q, k, permutation, bs.AttentionSpec(scale=0.1, window=window), q_block=q_block, k_block=k_block
-    )
+    grid = grid_of(q, k, q_block, k_block, permutation=permutation, window=window)
     keep = (torch.rand(2, 4, grid.rows, grid.cols, device="cuda") < 0.6) & grid.visible
     plan = BlockPlan.of(bs.BlockMask(keep, grid))
     change = a_change(4, "cuda", softcap=softcap, sinks=sinks)

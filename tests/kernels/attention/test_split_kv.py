@@ -15,6 +15,7 @@ from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.kernels.attention.references import sparse_attention_reference
 from tests.machine import needs_hopper
+from tests.specs import grid_of
 from tests.stages import random_keys
 
 pytest.importorskip("triton")
@@ -38,9 +39,7 @@ def lists_of_any_length(
     heads: int = 1,
 ) -> tuple[BlockPlan, bs.Grid]:
     """A mask whose rows keep nothing, few, or nearly all of their blocks; `heads` query heads share one."""
-    grid = bs.Grid.of(
-        q, k, permutation, bs.AttentionSpec(scale=1.0, causal=causal), q_block=q_block, k_block=k_block
-    )
+    grid = grid_of(q, k, q_block, k_block, permutation=permutation, causal=causal)
     generator = torch.Generator().manual_seed(1)
     density = torch.tensor([0.0, 0.01, 0.1, 0.3, 0.9])
     shape = q.shape[0], q.shape[1] // heads, grid.rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import blocksparse as bs
 from blocksparse.kernels.gemm.products import block_products
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
+from tests.specs import grid_of
 
 pytest.importorskip("triton")
 from blocksparse.kernels.gemm.products_triton import block_products_triton
@@ -33,7 +33,7 @@ def test_reachable_blocks(kind: str, device: str) -> None:
 def test_several_tiles(device: str) -> None:
     """What no query of a tile may see is left out, and only that."""
     q, k = torch.zeros(1, 2, 4 * 140, 1, device=device), torch.zeros(1, 1, 4 * 140, 1, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=4, k_block=4)
+    grid = grid_of(q, k, 4)
     generator = torch.Generator().manual_seed(0)
     pooled_q = torch.randn(1, 2, 140, 16, generator=generator).to(device)
     pooled_k = torch.randn(1, 1, 140, 16, generator=generator).to(device)

@@ -12,6 +12,7 @@ from blocksparse.kernels.common.sizes import index_dtype
 from blocksparse.kernels.masks.blocks import block_lists
 from blocksparse.testing import make_qkv
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
+from tests.specs import grid_of
 
 pytest.importorskip("triton")
 from blocksparse.kernels.masks import blocks_triton as kernel
@@ -59,7 +60,7 @@ def test_lists_are_int16_while_it_holds_every_block(cols: int, dtype: torch.dtyp
     """One row over blocks of one key; what other kernels take is int32 either way."""
     assert index_dtype(cols) == dtype
     q, k, _ = make_qkv(N=cols, M=1, Hq=1, Hkv=1, D=4, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=1, k_block=1)
+    grid = grid_of(q, k, 1)
     keep = random_keep(grid, 0.5, device) | grid.diagonal
     assert_same(keep, grid)
     plan = BlockPlan.of(bs.BlockMask(keep, grid))
@@ -72,7 +73,7 @@ def test_lists_are_int16_while_it_holds_every_block(cols: int, dtype: torch.dtyp
 def test_plan_by_hand(device: str) -> None:
     """Full blocks first, partial ones behind them, and each part as a list of its own."""
     q, k, _ = make_qkv(N=64, Hq=1, Hkv=1, D=4, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=16)
+    grid = grid_of(q, k, 16)
     keep = grid.visible.clone()
     keep[..., 3, 1] = False
     plan = BlockPlan.of(bs.BlockMask(keep, grid))

@@ -15,6 +15,7 @@ from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.select.top_cdf import top_cdf, top_cdf_reference
 from blocksparse.testing import make_qkv
 from tests.kernels.block_grids import KINDS, heads_of, make_grid
+from tests.specs import grid_of
 
 pytest.importorskip("triton")
 from blocksparse.kernels.select.top_cdf_triton import top_cdf_triton
@@ -37,9 +38,7 @@ def targets(value: float | list[float], device: str) -> Tensor:
 
 def one_row(cols: int, device: str) -> bs.Grid:
     q, k, _ = make_qkv(B=1, Hq=1, Hkv=1, M=16, N=16 * cols, D=16, device=device)
-    return bs.Grid.of(
-        q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=False), q_block=16, k_block=16
-    )
+    return grid_of(q, k, 16, causal=False)
 
 
 def assert_same(
@@ -186,6 +185,6 @@ def test_strides_of_scores(device: str) -> None:
 @pytest.mark.parametrize("cols", [1000, 2048])
 def test_long_rows(cols: int, device: str) -> None:
     q, k = torch.zeros(1, 3, 40, 1, device=device), torch.zeros(1, 1, 4 * cols, 1, device=device)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0), q_block=16, k_block=4)
+    grid = grid_of(q, k, 16, 4)
     values = torch.rand(1, 3, grid.rows, grid.cols, generator=generator()).to(device) ** 8
     assert_same(values, None, targets([0.2, 0.9, 0.999], device), grid)
