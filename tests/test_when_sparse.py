@@ -75,7 +75,7 @@ def test_the_sizes_that_hosts_ask_for() -> None:
 
 
 def test_up_to_which_length_auto_keeps_everything() -> None:
-    (tokens,) = map(int, re.findall(r"`auto` keeps everything up to (\d+) tokens", TEXT))
+    (tokens,) = map(int, re.findall(r"keeps every block\*\* is dense: with `auto` up to (\d+) tokens", TEXT))
     selector = bs.auto().selector
     assert selector.keeps_everything(tokens, tokens, causal=True)
     assert not selector.keeps_everything(4 * tokens, 4 * tokens, causal=True)
