@@ -11,9 +11,14 @@ from attrs import evolve
 from blocksparse.kernels.attention.sparse_attention_triton import most_registers
 from blocksparse.kernels.common import hardware
 from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, fitted, hardware_of, of_attention
+from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.tiles import portable
+from blocksparse.kernels.gemm.pooled_sums_triton import pooled_tiles, shared_memory
+from blocksparse.kernels.gemm.products import StridedPooling
+from blocksparse.kernels.score.strided_mass import _fill_tiles
 from tests.kernels.foretold import foretold
 from tests.machine import GPU
+from tests.on_kernels import pretend_gpu
 
 
 def says(**more: object) -> SimpleNamespace:
@@ -69,6 +74,24 @@ def test_default_tiles_fit_every_target(name: str, itemsize: int) -> None:
             rows = padded * itemsize, padded * values
             assert of_attention(has, options, *rows, values, rows[1]) <= has.shared
             assert block % tiles.block_m == block % tiles.block_n == 0
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_tiles_of_single_tokens_fit_every_target(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no tile holds a block of keys, the kernel is not taken."""
+    pretend_gpu(monkeypatch, TARGETS[name])
+    for D in (16, 64, 96, 128, 256, 512):
+        q = torch.zeros(1, 1, 1, D, dtype=dtype)
+        for wide in (1, 16, 64, 128):
+            tiles, row_bytes = pooled_tiles(q, wide), power_of_2(D) * dtype.itemsize
+            if tiles is not None:
+                assert shared_memory(TARGETS[name], tiles, row_bytes, dtype.itemsize, wide) <= TARGETS[name].shared
+            else:
+                assert row_bytes > 256  # half precision up to D=128 always fits
+                assert not _fill_tiles(q, q, StridedPooling(1, 0, 2, wide, causal=True, padded_tail=False))
 
 
 @pytest.mark.parametrize(

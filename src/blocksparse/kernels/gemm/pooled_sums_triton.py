@@ -7,7 +7,8 @@ not depend on the span.
 
 from __future__ import annotations
 
-import torch
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from attrs import evolve, frozen
@@ -30,25 +31,31 @@ class PooledTiles:
     num_stages: int
 
 
-def pooled_tiles(q: Tensor, wide: int) -> PooledTiles:
-    """Tiles for `q` `[B, H, N, D]` and blocks of `wide` keys.
+def pooled_tiles(q: Tensor, wide: int) -> PooledTiles | None:
+    """Tiles for `q` `[B, H, N, D]` and blocks of `wide` keys; None if shared memory does not hold a block.
 
     In half precision up to D=128, if blocks have more than one key, two programs share a multiprocessor, and on Hopper
     four smaller ones.
     """
-    row_bytes, hardware = power_of_2(q.shape[-1]) * q.element_size(), hardware_of(q)
-    if q.dtype == torch.float32 or row_bytes > 512:
+    return _tiles(hardware_of(q), power_of_2(q.shape[-1]) * q.element_size(), q.element_size(), wide)
+
+
+@lru_cache(maxsize=256)
+def _tiles(hardware: Hardware, row_bytes: int, itemsize: int, wide: int) -> PooledTiles | None:
+    if itemsize == 4 or row_bytes > 512:
         tiles = PooledTiles(64, 64, 4, 2 if row_bytes <= 512 else 1)
     elif row_bytes > 256:
         tiles = PooledTiles(64, 64, 4, 2)
     else:
         tiles = PooledTiles(64, 128, 4, 1) if hardware.is_hopper and wide > 1 else PooledTiles(128, 128, 8, 2)
-    tiles = evolve(tiles, block_n=max(tiles.block_n, wide))  # a tile holds whole blocks
-    while (
-        shared_memory(hardware, tiles, row_bytes, q.element_size(), wide) > hardware.shared and tiles.block_m > 16
-    ):
-        tiles = evolve(tiles, block_m=tiles.block_m // 2, num_warps=4)
-    return tiles
+    whole = evolve(tiles, block_n=max(tiles.block_n, wide))  # a tile holds whole blocks
+    for stages in range(whole.num_stages, 0, -1):
+        tiles = evolve(whole, num_stages=stages)
+        while tiles.block_m >= 16:
+            if shared_memory(hardware, tiles, row_bytes, itemsize, wide) <= hardware.shared:
+                return tiles
+            tiles = evolve(tiles, block_m=tiles.block_m // 2, num_warps=4)
+    return None
 
 
 def shared_memory(hardware: Hardware, tiles: PooledTiles, row_bytes: int, itemsize: int, wide: int) -> int:

@@ -10,8 +10,8 @@ mass of 1 together: there is one softmax over all their pairs.
 
 There are three implementations. GPUs take the Triton kernels in `strided_mass_triton.py`, which keep no logits. CPUs with a
 C++ compiler take the kernel in `cpu_scores.cpp`, unless `joint`. All else takes the plain torch below, which computes in
-fp32 or better. That is other CPUs, float64, and on GPUs blocks that do not fill tiles, and sliding windows over cells of
-several slots.
+fp32 or better. That is other CPUs, float64, and on GPUs blocks that do not fill tiles or shared memory, and sliding windows over
+cells of several slots.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ _CPU_ROWS = 256  # rows of a product that a step has in any case there, since sh
 
 
 def _fill_tiles(q: Tensor, k: Tensor, of: StridedPooling, **_: object) -> bool:
-    single = of.slots == 1  # tokens of a cell
-    most = 128 if single and q.shape[-1] * q.element_size() <= 512 else 64
-    return (single or not of.windowed) and of.wide & (of.wide - 1) == 0 and of.wide <= most
+    if of.wide & (of.wide - 1) or of.wide > 128:
+        return False
+    if of.slots > 1:  # tokens of a cell
+        return not of.windowed and of.wide <= 64
+    from blocksparse.kernels.gemm.pooled_sums_triton import pooled_tiles
+
+    return (of.wide <= 64 or q.shape[-1] * q.element_size() <= 512) and pooled_tiles(q, of.wide) is not None
 
 
 def _runs_on_cpu(q: Tensor, k: Tensor, of: StridedPooling, *, joint: bool = False, **_: object) -> bool:

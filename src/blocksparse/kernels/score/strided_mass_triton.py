@@ -181,6 +181,7 @@ def _pooled(
     # The mean of a cell of one token is the token: a copy that calls can repeat, as they cannot PyTorch's.
     q, k = (x if x.is_contiguous() else strided_mean_triton(x, 1, 0, False, None) for x in (q, k))
     tiles = tiles if isinstance(tiles, PooledTiles) else pooled_tiles(q, of.wide)
+    assert tiles is not None, "plain torch takes these"
     block_m, block_n, block_d = tiles.block_m, tiles.block_n, max(power_of_2(D), 16)
     q_source, k_source = (
         TensorDescriptor.from_tensor(x.view(-1, D), [block, block_d]) if can_use_tma(q, k) else None
