@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,14 @@ from blocksparse.grid import Grid
 from blocksparse.order.permutation import GlobalPermutation, Permutation
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.spec import AttentionSpec
+
+T = TypeVar("T")
+
+
+def not_none(value: T | None) -> T:
+    """What may be None and must not be."""
+    assert value is not None
+    return value
 
 
 def asked(mask: BlockMask, scale: float = 1.0, **more: Any) -> AttentionSpec:

@@ -20,6 +20,7 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.observe import Audit, AuditedAttention, Crossing, Estimate
 from blocksparse.observe.audit import draw, ratio, row_sums
 from blocksparse.testing import make_qkv
+from tests.specs import not_none
 from tests.tiny_model import tiny_llama
 
 RECORDED = Path(__file__).with_name("data") / "audit_rows.npz"
@@ -208,8 +209,7 @@ def test_chunks_count_by_their_queries() -> None:
     first, second = (
         true_figures(pipeline, *x)[0] for x in ((q[:, :, :64], k[:, :, :64], v[:, :, :64]), (q[:, :, 64:], k, v))
     )
-    found = audit.layers()[0].covered_mass
-    assert found is not None
+    found = not_none(audit.layers()[0].covered_mass)
     assert found.low < (64 * first + 256 * second) / 320 < found.high
     assert found.value == pytest.approx((64 * first + 256 * second) / 320, abs=0.02)
 
@@ -253,8 +253,7 @@ def test_dense_heads_are_left_out() -> None:
     called(audit, bs.HeadGroups({(0,): without(0), (1,): None}), layer=0)
     called(audit, bs.HeadGroups({(0,): None, (1,): None}), layer=1)
     some, none = audit.layers()
-    assert some.covered_mass is not None
-    assert some.covered_mass.high < 1
+    assert not_none(some.covered_mass).high < 1
     assert (none.calls, none.audited, none.error) == (1, 0, None)
 
 
@@ -276,10 +275,9 @@ def test_the_table_and_prometheus_have_a_line_per_layer() -> None:
     assert line.split()[:3] == ["0", "4", "2"]
     assert line.split()[-2:] == ["2", "sparse"]
     (found,) = audit.layers()
-    assert found.covered_mass is not None
     for name, labels, value in (
         ("calls_total", {}, 4), ("audited_total", {}, 2), ("crossed_total", {}, 2), ("dense", {}, 0),
-        ("covered_mass", {"of": "low"}, found.covered_mass.low),
+        ("covered_mass", {"of": "low"}, not_none(found.covered_mass).low),
     ):  # fmt: skip
         assert registry.get_sample_value(f"blocksparse_audit_{name}", {"layer": "0", **labels}) == value
     assert b"# TYPE blocksparse_audit_error gauge" in client.generate_latest(registry)

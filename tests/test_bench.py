@@ -17,6 +17,7 @@ import torch
 from blocksparse import TritonExecutor, pbs_attn
 from blocksparse.tools.bench import Crossover, Row, Shape, crossovers, run, table
 from blocksparse.tools.cli.main import main
+from tests.specs import not_none
 
 SMALL = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--device", "cpu", "--seconds", "0"]
 
@@ -89,9 +90,7 @@ def test_who_cannot_run_has_a_row_that_says_why() -> None:
     assert bad.ms is None
     assert "float64" in str(bad.why)
     assert dense.speed_up == 1.0
-    assert dense.ms is not None
-    assert good.ms is not None
-    assert good.speed_up == pytest.approx(dense.ms / good.ms)
+    assert good.speed_up == pytest.approx(not_none(dense.ms) / not_none(good.ms))
     assert "CpuExecutor" in str(good.executor)
 
 
@@ -195,8 +194,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     os.close(read)
     try:
         with process("--lengths", "64", "--preset", "mean_pooling", stdout=write) as running:
-            assert running.stderr is not None
-            said = running.stderr.read()
+            said = not_none(running.stderr).read()
     finally:
         os.close(write)
     assert said == "timing 64 tokens: dense, mean_pooling\n"

@@ -13,7 +13,7 @@ import blocksparse as bs
 from blocksparse.execute import packages as flash_attention_4
 from blocksparse.execute.packages import not_importable
 from blocksparse.testing import assert_within_budget, make_qkv
-from tests.specs import asked, grid_of
+from tests.specs import asked, grid_of, not_none
 from tests.stages import Shuffle
 
 INSTALLED = not not_importable("flash_attn.cute", "flash-attn-4", "fa4")
@@ -85,9 +85,7 @@ def assert_equal(trace: bs.Trace[Any, Any, Any], mask: bs.BlockMask) -> None:
     # The kernel rounds the weights to the dtype of the values, which the reference does not.
     budget = plain.out.double() + torch.finfo(got.out.dtype).eps * want.out.abs().amax()
     assert_within_budget(got.out, want.out, budget)
-    assert got.lse is not None
-    assert want.lse is not None
-    torch.testing.assert_close(got.lse.double(), want.lse.double(), atol=2e-3, rtol=0)
+    torch.testing.assert_close(not_none(got.lse).double(), not_none(want.lse).double(), atol=2e-3, rtol=0)
 
 
 @needs_it

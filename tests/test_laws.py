@@ -21,7 +21,7 @@ from blocksparse.testing import assert_within_budget, every_preset, make_qkv, ma
 from blocksparse.testing.inputs import shuffled
 from tests import stages
 from tests.cases import each, each_of_group, grouped
-from tests.specs import grid_of, kept_pairs
+from tests.specs import grid_of, kept_pairs, not_none
 
 Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
 
@@ -240,8 +240,7 @@ def test_every_composition_means_what_it_says(front: Front, causal: bool) -> Non
         if causal:
             own = torch.arange(grid.q_len) + grid.k_len - grid.q_len
             assert bool(pairs[:, :, torch.arange(grid.q_len), own].all())
-            assert trace.output.lse is not None
-            assert bool(trace.output.lse.isfinite().all())
+            assert bool(not_none(trace.output.lse).isfinite().all())
 
 
 @pytest.mark.slow
@@ -256,8 +255,7 @@ def test_every_executor_agrees(front: Front, executor: bs.Executor[Any, Any], ca
         yardstick = masked_attention(q, k, v, kept_pairs(visited), trace.spec.scale)
         assert_within_budget(got.out, want.out, yardstick)
         if got.lse is not None:
-            assert want.lse is not None
-            torch.testing.assert_close(got.lse.double(), want.lse, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got.lse.double(), not_none(want.lse), rtol=1e-5, atol=1e-5)
 
 
 @each_run
@@ -411,8 +409,7 @@ def test_aligned_chunks_choose_alike(scorer: bs.Scorer[Any, Any]) -> None:
 def test_no_causal_row_is_empty_where_all_is_equal(front: Front) -> None:
     q, k, v = (0.0 * x for x in make_qkv(**SIZES, M=60))
     for trace in traces(front, q, k, v):
-        assert trace.output.lse is not None
-        assert bool(trace.output.lse.isfinite().all())
+        assert bool(not_none(trace.output.lse).isfinite().all())
         assert bool(trace.output.out.isfinite().all())
 
 

@@ -20,7 +20,7 @@ from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_gpu
 from tests.meaning import assert_same_bits
 from tests.on_kernels import pretend_gpu
-from tests.specs import kept_pairs
+from tests.specs import kept_pairs, not_none
 
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], dtype=torch.float64)
 Change = dict[str, Any]
@@ -78,10 +78,9 @@ def test_the_law(make: Callable[..., Any], change: Change, start: int) -> None:
         trace = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), make()).trace(q, k, v, **change)
         kept = trace.output.out.any(-1)
         assert bool(kept.any() and not kept.all())  # there are queries of both kinds
-        assert trace.output.lse is not None
         want, plain = (written_out(trace, dtype) for dtype in (torch.float64, torch.float32))
         assert_within_budget(trace.output.out, want[0], plain[0])
-        assert_within_budget(trace.output.lse, want[1], plain[1])
+        assert_within_budget(not_none(trace.output.lse), want[1], plain[1])
 
 
 @each_change
@@ -97,9 +96,8 @@ def test_the_law_for_the_portable_kernel(
         pipeline = bs.Pipeline(permuter, bs.NoScorer(16), SomeRows(), executor)
         trace = pipeline.trace(q[:, :, start:] * 4, k, v, window=window, **change)
         want, plain = (written_out(trace, each) for each in (torch.float64, dtype))
-        assert trace.output.lse is not None
         assert_within_budget(trace.output.out, want[0], plain[0])
-        torch.testing.assert_close(trace.output.lse.double(), want[1], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(not_none(trace.output.lse).double(), want[1], rtol=1e-3, atol=1e-5)
         output = pipeline.with_lse(q[:, :, start:] * 4, k, v, window=window, **change)
         assert_same_bits(output, trace.output)
 
@@ -289,9 +287,8 @@ def test_a_sink_of_minus_infinity_is_none(compiled: bool, monkeypatch: pytest.Mo
         torch.testing.assert_close(pipeline(q, k, v, sinks=sinks), pipeline(q, k, v), rtol=0, atol=1e-6)
         for executor in (bs.CpuExecutor(), bs.ReferenceExecutor()):
             output = executor(q, k, v, empty, bs.AttentionSpec(scale=0.25, sinks=sinks))
-            assert output.lse is not None
             assert not output.out.any()
-            assert bool((output.lse == -float("inf")).all())
+            assert bool((not_none(output.lse) == -float("inf")).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -307,10 +304,8 @@ def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: Cha
     audit = Audit(rows=100, every=1)
     AuditedAttention(all_of_it(bs.CpuExecutor()), 0, audit)(q * 4, k, v, **change)
     (layer,) = audit.layers()
-    assert layer.covered_mass is not None
-    assert layer.error is not None
-    assert abs(layer.covered_mass.value - 1) < 1e-5
-    assert layer.error.value < 1e-5
+    assert abs(not_none(layer.covered_mass).value - 1) < 1e-5
+    assert not_none(layer.error).value < 1e-5
 
 
 @pytest.mark.parametrize("sink", [-3.0, 2.0, 6.0])
@@ -323,9 +318,8 @@ def test_a_sink_covers_nothing(sink: float) -> None:
     audit = Audit(rows=100, every=1)
     AuditedAttention(sparse, 0, audit)(q, k, v, sinks=sink)
     (layer,) = audit.layers()
-    assert layer.covered_mass is not None
     assert 0.1 < float(want.mean()) < 0.9
-    assert abs(layer.covered_mass.value - float(want.mean())) < 1e-3
+    assert abs(not_none(layer.covered_mass).value - float(want.mean())) < 1e-3
 
 
 @each_change

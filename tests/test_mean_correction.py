@@ -13,7 +13,7 @@ from blocksparse.distributed.ranks import ShardedCall
 from blocksparse.distributed.scheme import attend_whole
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests import stages
-from tests.specs import asked, grid_of
+from tests.specs import asked, grid_of, not_none
 
 REFERENCE = bs.MeanCorrectionExecutor(bs.ReferenceExecutor())
 
@@ -57,8 +57,7 @@ def test_it_is_the_sum_over_keys_and_means(order: bs.Permuter[Any], call: dict[s
     trace = pipeline.trace(q, k, v, **call)
     out, lse = by_query(q, k, v, trace.mask, trace.spec)
     torch.testing.assert_close(trace.output.out, out, rtol=0, atol=1e-12)
-    assert trace.output.lse is not None
-    torch.testing.assert_close(trace.output.lse.double(), lse, rtol=0, atol=1e-12)
+    torch.testing.assert_close(not_none(trace.output.lse).double(), lse, rtol=0, atol=1e-12)
     assert trace.visited is trace.mask
     exact = bs.ReferenceExecutor()(q, k, v, trace.mask, trace.spec)
     # Where tokens are shuffled, hardly a block lies wholly in the past of a row.
@@ -82,8 +81,7 @@ def test_executors_and_precisions(device: str) -> None:
         got = bs.MeanCorrectionExecutor(executor)(q, k, v, mask, spec, into)
         assert got.out is into
         assert_within_budget(got.out, want.out, plain.out)
-    assert want.lse is not None
-    assert bool(want.lse[:, :, 80:96].isfinite().all())
+    assert bool(not_none(want.lse)[:, :, 80:96].isfinite().all())
 
 
 def test_later_keys_change_nothing() -> None:
@@ -183,9 +181,7 @@ def test_a_rank_says_what_it_visited() -> None:
     means = bs.mean_pooling(0.4, block=32, executor=bs.MeanCorrectionExecutor(bs.ReferenceExecutor()))
     call = ShardedCall(bs.AttentionSpec(scale=0.25), with_lse=True, Hq=4, Hkv=2)
     output, expected = attend_whole(means, q, k, lambda: v, call, dense=False), means.trace(q, k, v).output
-    assert output.exact_lse is not None
-    assert expected.exact_lse is not None
-    assert torch.equal(output.exact_lse, expected.exact_lse)
+    assert torch.equal(not_none(output.exact_lse), not_none(expected.exact_lse))
     assert output.visited is not None
 
 
@@ -194,10 +190,7 @@ def test_a_layer_of_several_pipelines_says_what_each_visited() -> None:
     means = bs.mean_pooling(0.4, block=32, executor=bs.MeanCorrectionExecutor(bs.ReferenceExecutor()))
     plain = bs.mean_pooling(0.4, block=32, executor=bs.ReferenceExecutor())
     output = bs.HeadGroups({(0,): means, (1,): plain}).trace(q, k, v).output
-    assert output.visited_lse is not None
-    assert output.lse is not None
-    expected = plain.trace(q, k, v).output.lse
-    assert expected is not None
-    torch.testing.assert_close(output.visited_lse, expected)
-    assert not output.lse[:, :2].allclose(expected[:, :2])
+    expected = not_none(plain.trace(q, k, v).output.lse)
+    torch.testing.assert_close(not_none(output.visited_lse), expected)
+    assert not not_none(output.lse)[:, :2].allclose(expected[:, :2])
     assert bs.HeadGroups({(0,): plain, (1,): plain}).trace(q, k, v).output.exact_lse is None

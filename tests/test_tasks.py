@@ -22,6 +22,7 @@ from benchmarks.tasks.report import as_dense, between, report, saving
 from benchmarks.tasks.sample import Haystack, Sample
 
 from blocksparse.tools.demo import TEXT
+from tests.specs import not_none
 from tests.tune import tiny
 
 
@@ -125,8 +126,7 @@ def test_presets_that_lose_a_task_are_told_from_those_that_do_not() -> None:
     scoring = as_dense(rows, dense, ["single"])
     assert [one["preset"] for one in scoring] == ["auto", "plan"]
     assert saving(scoring, rows[-1], "density") is None
-    found = saving(scoring, rows[-1], "density", or_less=True)
-    assert found is not None
+    found = not_none(saving(scoring, rows[-1], "density", or_less=True))
     assert found[0] == "auto"
     assert found[1:] == pytest.approx((0.3, 1 / 3))
 
@@ -140,15 +140,13 @@ def test_a_plan_is_compared_at_equal_kl_with_the_best_preset() -> None:
         row("plan", "mine", 0.1, 0.0447213, 1, 1),
         row("auto", "fast", 0.3, 0.5, 1, 1) | {"attention_ms": None},  # not timed yet
     ]  # fmt: skip
-    found = saving(rows, rows[-2], "density")
-    assert found is not None
+    found = not_none(saving(rows, rows[-2], "density"))
     # From KL .2 to .02 its density grows from .1 to .3, by a power of log 3 / log 10.
     assert found[0] == "s2o"
     assert found[1] == pytest.approx(0.1 * (0.2 / 0.0447213) ** (0.4771213), rel=1e-4)
     assert found[2] == pytest.approx(1 - 0.1 / found[1])
     assert saving(rows, row("plan", "bold", 0.1, 5.0, 1), "density") is None
-    bold = saving(rows, row("plan", "bold", 0.05, 5.0, 1), "density", or_less=True)
-    assert bold is not None
+    bold = not_none(saving(rows, row("plan", "bold", 0.05, 5.0, 1), "density", or_less=True))
     assert bold[0] == "s2o"
     assert bold[1:] == pytest.approx((0.1, 0.5))
     assert saving(rows, row("plan", "all dense", 1.0, 0.0, 1), "density") is None
@@ -182,8 +180,7 @@ def test_a_plan_is_compared_by_blocks_and_by_time() -> None:
         row("plan", "p", 0.2, 0.05),
     ]
     for cost, least in {"density": 0.08**0.5, "attention_ms": 8**0.5}.items():
-        found = saving(rows, rows[-1], cost)
-        assert found is not None
+        found = not_none(saving(rows, rows[-1], cost))
         preset, there, saved = found
         assert preset == "one"
         assert there == pytest.approx(least)

@@ -28,6 +28,7 @@ from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from tests.hosts.diffusion_models import CASES, LARGE, SMALL, TEXT, Case, at, given, positions
 from tests.hosts.diffusion_pipelines import PIPELINES
+from tests.specs import not_none
 from tests.stages import ByReference
 
 from blocksparse import (
@@ -120,8 +121,7 @@ def test_the_order_is_that_of_the_models_own_grid(case: Case) -> None:
             run(model, inputs)
         cells = HilbertOrder((1, H, T * W) if case.image else grid).cells("cpu")
         for mask in executor.masks:
-            k_index = mask.grid.permutation.k_index
-            assert k_index is not None
+            k_index = not_none(mask.grid.permutation.k_index)
             assert torch.equal(k_index[0, 0, 0, : len(cells)].long(), cells)
 
 
@@ -519,8 +519,7 @@ def test_several_pictures() -> None:
     with attached(qwen, watched(executor)):
         run(qwen, inputs)
     both = HilbertOrder((1, 4, 18)).cells("cpu"), HilbertOrder((1, 3, 5)).cells("cpu") + 72
-    k_index = executor.masks[0].grid.permutation.k_index
-    assert k_index is not None
+    k_index = not_none(executor.masks[0].grid.permutation.k_index)
     assert torch.equal(k_index[0, 0, 0, :87].long(), torch.cat(both))
 
     flux, inputs = made(CASES["flux"]), given(CASES["flux"], SMALL)
@@ -528,8 +527,7 @@ def test_several_pictures() -> None:
     inputs |= {"hidden_states": torch.randn(1, 87, 4), "img_ids": torch.cat((inputs["img_ids"], reference))}
     with attached(flux, watched(executor)):
         run(flux, inputs)
-    k_index = executor.masks[-1].grid.permutation.k_index
-    assert k_index is not None
+    k_index = not_none(executor.masks[-1].grid.permutation.k_index)
     assert torch.equal(k_index[0, 0, 0, :87].long(), torch.cat(both))
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from attrs import evolve
 from tests.on_kernels import pretend_gpu, small_preset
+from tests.specs import not_none
 from torch import Tensor
 
 from blocksparse import (
@@ -220,9 +221,8 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
     settings = Settings.of(
         {"blocksparse": {"preset": "a_shape", "audit": {"every": 3, "rows": 16, "max_error": 1e-6}}}, SERVED, HOST
     )
-    assert settings.audit is not None
     pytest.importorskip("prometheus_client")
-    pipeline, gauges = a_shape(sink=16, local=32, block=16), AuditGauges(settings.audit)
+    pipeline, gauges = a_shape(sink=16, local=32, block=16), AuditGauges(not_none(settings.audit))
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
     audited, plain = (PagedAttention(pipeline, 2, None, Workspace(160), its) for its in (gauges, None))
     expected = of_one_prompt(plain, q, k, v, scale=0.25)
@@ -230,8 +230,7 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
         torch.testing.assert_close(of_one_prompt(audited, q, k, v, scale=0.25), expected, rtol=0, atol=2e-6)
     (found,) = gauges.audit.layers()
     assert (found.layer, found.calls, found.audited, found.crossed, found.dense) == (2, 9, 3, 3, False)
-    assert found.error is not None
-    assert found.error.value > 0.01
+    assert not_none(found.error).value > 0.01
     assert caplog.text.count("an audit crossed its bound in layer 2") == 3
 
 
@@ -245,11 +244,10 @@ def test_all_layers_of_a_step_give_what_they_give_alone(name: str, monkeypatch: 
         common = batch_of(queries, keys)
         found = split(queries, keys, min_tokens=1)
         batch = SplitMetadata.of(common, found, keys, page_size=16, build=lambda _: None, remaining=remaining)
-        assert batch.prefills is not None
         for layer in range(4):
             cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
             (k, v), out = cache.split(D, dim=-1), torch.full_like(query, float("nan"))
-            PagedAttention(pipeline, layer, None, workspace)(query, k, v, out, batch.prefills, scale=0.3)
+            PagedAttention(pipeline, layer, None, workspace)(query, k, v, out, not_none(batch.prefills), scale=0.3)
             alone = [
                 evolve(pipeline, replay=False)(
                     q.transpose(0, 1)[None],
@@ -269,13 +267,12 @@ def test_what_stands_behind_a_prompt_in_its_page_is_not_read() -> None:
     for request, tokens in enumerate(keys):
         cache[int(common.block_table_tensor[request, tokens // 16]), :, tokens % 16 :] = float("nan")
     batch = SplitMetadata.of(common, split(queries, keys), keys, page_size=16, build=lambda rest: None)
-    assert batch.prefills is not None
     attend, out = (
         PagedAttention(mean_pooling(0.5, block=16), 3, None, Workspace(133)),
         torch.full((119, 8, D), 7.0),
     )
     k, v = cache.split(D, dim=-1)
-    attend(query, k, v, out, batch.prefills, scale=0.3)
+    attend(query, k, v, out, not_none(batch.prefills), scale=0.3)
     assert attend.workspace.nbytes > 0
     assert (out[70] == 7).all()  # of the stock backend
     assert out.isfinite().all()
@@ -367,8 +364,7 @@ def test_sizes_to_warm_with() -> None:
     assert all(1 < M <= min(2048, N) and 9000 <= N <= 131072 for M, N in found)
     settings = Settings((), min_tokens=512, min_queries=64)
     worth = Worth.of(1e9, torch.empty(()), heads=8, kv_heads=2, head_dim=128)
-    least = pays_from(mean_pooling(), worth, settings, queries=512, tokens=4096)
-    assert least is not None
+    least = not_none(pays_from(mean_pooling(), worth, settings, queries=512, tokens=4096))
     assert worth.dense_because(mean_pooling(), 512, least) is None
     assert worth.dense_because(mean_pooling(), 512, least - 1) == "little work"
     assert pays_from(mean_pooling(), worth, settings, queries=32, tokens=4096) is None
@@ -379,8 +375,7 @@ def test_whole_prompts_are_warm_too() -> None:
     """A step that takes the longest prompt also takes shorter ones, each as a whole."""
     settings = Settings((), min_tokens=512, min_queries=64)
     worth = Worth.of(1e9, torch.empty(()), heads=8, kv_heads=2, head_dim=128)
-    least = pays_from(mean_pooling(), worth, settings, queries=4096, tokens=4096)
-    assert least is not None
+    least = not_none(pays_from(mean_pooling(), worth, settings, queries=4096, tokens=4096))
     assert 512 < least < 2048
     assert worth.dense_because(mean_pooling(), least, least) is None
     assert worth.dense_because(mean_pooling(), least - 1, least - 1) == "little work"
@@ -693,8 +688,7 @@ class Worker:
         self.model_runner, self.places = runner, places
 
     def execute_model(self, scheduled: Any) -> Any:
-        running = Requests.running.get()
-        assert running is not None
+        running = not_none(Requests.running.get())
         return running.of_rows(scheduled.rows, self.places)
 
 

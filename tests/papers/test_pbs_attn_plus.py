@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.papers.golden_cases import load
+from tests.specs import not_none
 from torch import Tensor
 
 import blocksparse as bs
@@ -58,9 +59,7 @@ def test_better_scores_after_the_same_order(name: str) -> None:
     case = load(name)
     plus = pbs_attn_plus(executor=REFERENCE).trace(case.q, case.k, case.v)
     pooled = bs.pbs_attn(executor=REFERENCE).trace(case.q, case.k, case.v)
-    assert plus.permutation.k_index is not None
-    assert pooled.permutation.k_index is not None
-    assert torch.equal(plus.permutation.k_index, pooled.permutation.k_index)
+    assert torch.equal(not_none(plus.permutation.k_index), not_none(pooled.permutation.k_index))
     assert float(plus.density().mean()) < float(pooled.density().mean())
     assert float(plus.covered_mass().mean()) > float(pooled.covered_mass().mean()) - 0.005
 
@@ -125,16 +124,14 @@ def test_query_sort_by_hand() -> None:
 def test_query_sort_ties_keep_their_order() -> None:
     k = directions(*[EAST] * 8)
     q = directions(*[EAST] * 4, EAST, (2.0, 0.0), EAST, (4.0, 0.0))  # a cosine sees no lengths
-    order = SegmentQuerySort(4, block=2)(q, k, bs.AttentionSpec(scale=1.0)).q_index
-    assert order is not None
+    order = not_none(SegmentQuerySort(4, block=2)(q, k, bs.AttentionSpec(scale=1.0)).q_index)
     assert order.flatten().tolist() == list(range(8))
 
 
 def test_query_sort_sees_all_keys_when_not_causal() -> None:
     k = directions(EAST, EAST, EAST, NORTH, NORTH)  # three blocks, the last one short
     q = directions(NORTH, (1.0, 1.0), EAST, NORTH, EAST)
-    order = SegmentQuerySort(4, block=2)(q, k, bs.AttentionSpec(scale=1.0, causal=False)).q_index
-    assert order is not None
+    order = not_none(SegmentQuerySort(4, block=2)(q, k, bs.AttentionSpec(scale=1.0, causal=False)).q_index)
     assert order.flatten().tolist() == [2, 1, 0, 3, 4]
 
 
@@ -191,8 +188,7 @@ def test_query_sort_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         for workspace in (1, 2**11):
             monkeypatch.setattr(segment_query_sort, "_WORKSPACE", workspace)
             for causal, want in zip((True, False), whole, strict=True):
-                got = sort(q, k, bs.AttentionSpec(scale=0.25, causal=causal)).q_index
-                assert got is not None
+                got = not_none(sort(q, k, bs.AttentionSpec(scale=0.25, causal=causal)).q_index)
                 assert want is not None
                 assert torch.equal(got, want)
         monkeypatch.undo()

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from tests.specs import asked, grid_of, kept_pairs
+from tests.specs import asked, grid_of, kept_pairs, not_none
 from torch import Tensor
 
 import blocksparse as bs
@@ -25,8 +25,7 @@ CHUNKS = [(200, 200), (200, 136), (200, 100), (193, 37), (200, 1), (65, 64), (64
 
 
 def key_map(permuter: GlobalIndexMap, q: Tensor, k: Tensor) -> Tensor:
-    index = permuter(q, k, bs.AttentionSpec(scale=0.25)).k_index
-    assert index is not None
+    index = not_none(permuter(q, k, bs.AttentionSpec(scale=0.25)).k_index)
     assert index.dtype == torch.int32
     return index
 
@@ -164,11 +163,11 @@ def test_queries_are_ordered_inside_segments() -> None:
         q, k, _ = make_qkv(**SIZES, N=N, M=M)
         q[:, :, -3:] = q[:, :, -1:]
         for guide in (None, 5):
-            index = GlobalIndexMap(S, guide=guide)(q, k, bs.AttentionSpec(scale=1.0)).q_index
-            assert index is not None
+            index = not_none(GlobalIndexMap(S, guide=guide)(q, k, bs.AttentionSpec(scale=1.0)).q_index)
             assert index.dtype == torch.int32
-            coarse = GlobalIndexMap(S, guide=guide, coarse=True)(q, k, bs.AttentionSpec(scale=1.0)).q_index
-            assert coarse is not None
+            coarse = not_none(
+                GlobalIndexMap(S, guide=guide, coarse=True)(q, k, bs.AttentionSpec(scale=1.0)).q_index
+            )
             assert bool((coarse.sort(-1).values == torch.arange(M)).all())
             direction = k[:, :, : guide or S].double().mean(2)
             for b in range(2):
@@ -195,11 +194,9 @@ def test_one_map_per_kv_head(group: int) -> None:
 def test_maps_of_other_precisions_are_permutations(dtype: torch.dtype) -> None:
     q, k, _ = make_qkv(**SIZES, N=100, M=70, dtype=dtype)
     permutation = GlobalIndexMap(32)(q, k, bs.AttentionSpec(scale=1.0))
-    assert permutation.k_index is not None
-    assert permutation.q_index is not None
-    assert torch.equal(permutation.q_index.sort(-1).values, torch.arange(70).int().expand(2, 4, -1))
+    assert torch.equal(not_none(permutation.q_index).sort(-1).values, torch.arange(70).int().expand(2, 4, -1))
     for g, n in enumerate(range(30 // 32, 4)):
-        ranked = permutation.k_index[:, :, g].sort(-1).values
+        ranked = not_none(permutation.k_index)[:, :, g].sort(-1).values
         held = min(100, 32 * (n + 1))
         assert torch.equal(ranked[..., -held:], torch.arange(held).int().expand(2, 4, -1))
         assert bool((ranked[..., :-held] == -1).all())
@@ -217,11 +214,10 @@ def test_chunks_of_whole_segments_choose_alike(start: int, prefix: int | None, c
     second = pipeline.trace(q[:, :, start:], k, v)
     rows = start // 16
     assert first.permutation.k_index is not None
-    assert second.permutation.k_index is not None
     assert whole.permutation.k_index is not None
     slots, cols = first.permutation.k_index.shape[-1], first.mask.grid.cols
     assert torch.equal(first.permutation.k_index, whole.permutation.k_index[:, :, : start // 32, :slots])
-    assert torch.equal(second.permutation.k_index, whole.permutation.k_index[:, :, start // 32 :])
+    assert torch.equal(not_none(second.permutation.k_index), whole.permutation.k_index[:, :, start // 32 :])
     assert torch.equal(first.visited.keep, whole.visited.keep[:, :, :rows, :cols])
     assert torch.equal(second.visited.keep, whole.visited.keep[:, :, rows:])
     assert torch.equal(first.output.out, whole.output.out[:, :, :start])
@@ -402,8 +398,7 @@ def test_precisions(dtype: torch.dtype) -> None:
     q, k, v = make_qkv(**SIZES, N=150, M=100, dtype=dtype)
     trace = s2o(0.1, S=32, block=16).trace(q, k, v)
     assert trace.output.out.dtype == dtype
-    assert trace.output.lse is not None
-    assert trace.output.lse.dtype == torch.float32
+    assert not_none(trace.output.lse).dtype == torch.float32
     assert int((trace.mask.keep & ~trace.visited.keep).sum()) > 0
     assert_replayed(trace)
 
@@ -431,8 +426,7 @@ def ranked(*ranks: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, bs.Ranked
 def reached(executor: GatherExecutor, *ranks: int, keys: list[float]) -> list[int]:
     q, k, v, mask = ranked(*ranks, keys=torch.tensor(keys))
     output = executor(q, k, v, mask, asked(mask, 1.0))
-    assert output.visited is not None
-    columns: list[int] = output.visited.keep[0, 0, 0].nonzero().flatten().tolist()
+    columns: list[int] = not_none(output.visited).keep[0, 0, 0].nonzero().flatten().tolist()
     return columns
 
 
@@ -469,8 +463,7 @@ def test_a_constant_on_all_logits_changes_nothing() -> None:
         wide_q = torch.cat((q, torch.full_like(q[..., :1], 4 * constant)), dim=-1)
         wide_k = torch.cat((k, torch.ones_like(k[..., :1])), dim=-1)
         output = pipeline.executor(wide_q, wide_k, v, plain.mask, asked(plain.mask, 0.25))
-        assert output.visited is not None
-        assert torch.equal(output.visited.keep, plain.visited.keep)
+        assert torch.equal(not_none(output.visited).keep, plain.visited.keep)
         torch.testing.assert_close(output.out, plain.output.out, rtol=1e-3, atol=1e-3)
 
 
@@ -484,7 +477,6 @@ def test_prefix_order_scores(N: int, M: int, per_query_head: bool) -> None:
     pipeline = bs.Pipeline(permuter, PrefixOrderScorer(16, k_block=32), bs.Everything(), bs.ReferenceExecutor())
     trace = pipeline.trace(q, k, v)
     grid, scores = trace.mask.grid, trace.scores
-    assert scores.forced is not None
     for row in range(grid.rows):
         n = ((N - M) // 16 + row) * 16 // S
         present = slice(max(0, n * S - (N - M)), (n + 1) * S - (N - M))
@@ -497,7 +489,7 @@ def test_prefix_order_scores(N: int, M: int, per_query_head: bool) -> None:
             want = weight.gather(-1, token.where(there, 0)).where(there, 0.0).sum(-1) if n else torch.zeros(2, 4)
             torch.testing.assert_close(scores.values[:, :, row, column], want.double())
             own = (token >= n * S).any(-1) & grid.visible[:, :, row, column]
-            assert torch.equal(scores.forced[:, :, row, column].expand_as(own), own)
+            assert torch.equal(not_none(scores.forced)[:, :, row, column].expand_as(own), own)
 
 
 def test_prefix_order_without_groups() -> None:

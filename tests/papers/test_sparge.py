@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.papers.golden_cases import cases, load
 from tests.papers.golden_inputs import Golden
-from tests.specs import grid_of
+from tests.specs import grid_of, not_none
 from torch import Tensor
 
 import blocksparse as bs
@@ -205,8 +205,7 @@ def test_the_threshold_is_strict() -> None:
     for q, k in ((half, whole), (whole, half)):
         for theta, forced in ((0.49, False), (0.5, True)):
             scores = score(gate(bs.MeanPoolScorer(2), theta, smooth_k=False), q, k, causal=False)
-            assert scores.forced is not None
-            assert bool((scores.forced == forced).all())
+            assert bool((not_none(scores.forced) == forced).all())
 
 
 @each_inner
@@ -223,8 +222,7 @@ def test_below_every_similarity_the_gate_is_open(
     if plain.forced is None:
         assert unmeasured.forced is None
     else:
-        assert unmeasured.forced is not None
-        assert torch.equal(unmeasured.forced, plain.forced)
+        assert torch.equal(not_none(unmeasured.forced), plain.forced)
     assert torch.equal(ours.values, plain.values)
     assert ours.forced is not None
     forced = torch.zeros_like(ours.forced) if plain.forced is None else plain.forced & plain.grid.visible
@@ -259,8 +257,7 @@ def test_gate_by_its_definition(
     forced = ~similar_q[..., :, None] | ~similar_k[..., None, :]
     if plain.forced is not None:
         forced = forced | plain.forced
-    assert ours.forced is not None
-    assert torch.equal(ours.forced, forced & grid.visible)
+    assert torch.equal(not_none(ours.forced), forced & grid.visible)
     assert torch.equal(ours.values, plain.values * similar_k[..., None, :])
 
 
@@ -277,8 +274,7 @@ def test_shares_are_the_softmax_over_similar_blocks(gap: float) -> None:
     scores = gate(bs.MeanPoolScorer(16), 0.5, smooth_k=False)(
         q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0, causal=False)
     )
-    assert scores.forced is not None
-    assert scores.forced[0, 0].tolist() == [[True, False, False, False]] * 4
+    assert not_none(scores.forced)[0, 0].tolist() == [[True, False, False, False]] * 4
     kept = bs.TopCdf(0.9, crossing=False)(scores).keep[0, 0]
     if gap == 200.0:
         assert bool((scores.values == 0).all())
@@ -321,16 +317,12 @@ def test_smoothed_keys_see_the_whole_call() -> None:
     flags = {}
     for smooth_k in (True, False):
         before, after = (score(gate(bs.MeanPoolScorer(32), 0.5, smooth_k=smooth_k), q, x) for x in (k, later))
-        assert before.forced is not None
-        assert after.forced is not None
-        flags[smooth_k] = torch.equal(before.forced[:, :, :6], after.forced[:, :, :6])
+        flags[smooth_k] = torch.equal(not_none(before.forced)[:, :, :6], not_none(after.forced)[:, :, :6])
     assert flags == {True: False, False: True}
     for causal in (True, False):  # by default, keys are smoothed where every query sees all of them
         by_default = score(gate(bs.MeanPoolScorer(32), 0.5), q, k, causal=causal)
         asked = score(gate(bs.MeanPoolScorer(32), 0.5, smooth_k=not causal), q, k, causal=causal)
-        assert by_default.forced is not None
-        assert asked.forced is not None
-        assert torch.equal(by_default.forced, asked.forced)
+        assert torch.equal(not_none(by_default.forced), not_none(asked.forced))
 
 
 def test_a_short_last_block_is_judged_by_its_tokens() -> None:
@@ -379,8 +371,7 @@ def test_along_a_hilbert_curve() -> None:
     for name, order in (("rows", None), ("curve", HilbertOrder((8, 16, 16)))):
         trace = sparge(1.0, 0.3, order=order, executor=bs.ReferenceExecutor()).trace(k, k, v, causal=False)
         assert float(trace.error().max()) < 1e-5
-        assert trace.scores.forced is not None
-        similar[name] = float((~trace.scores.forced).float().mean())
+        similar[name] = float((~not_none(trace.scores.forced)).float().mean())
     assert similar["curve"] > similar["rows"] + 0.1
 
 

@@ -27,6 +27,7 @@ from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
 from blocksparse.kernels.common import compiled
 from blocksparse.testing import make_qkv
 from tests.kernels.attention import cpu_cases
+from tests.specs import not_none
 
 SCALE = 0.125
 there = cpu_attention.cpu_kernel().library is not None
@@ -212,8 +213,7 @@ def test_no_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("CXX", raising=False)
     found = compiled.load(cpu_attention.SOURCE)
     assert found.library is None
-    assert found.why_not is not None
-    assert "apt install g++" in found.why_not
+    assert "apt install g++" in not_none(found.why_not)
 
 
 def test_a_slow_compiler_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +239,14 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _quick(tmp_path, monkeypatch)
     first, second = compiled.load(source), compiled.load(source)
-    assert first.library is not None
-    assert first.library.answer() == 42
+    assert not_none(first.library).answer() == 42
     assert first.seconds > 0.0 == second.seconds
     assert first.path == second.path
     files = sorted(path.suffix for path in compiled.cache_folder().iterdir())
     assert files == [".lock", ".so"]
     source.write_text('extern "C" int answer() { return 43; }\n')  # another source has a name of its own
     other = compiled.load(source)
-    assert other.library is not None
-    assert other.library.answer() == 43
+    assert not_none(other.library).answer() == 43
 
 
 @needs_kernel
@@ -273,13 +271,11 @@ def test_a_place_for_the_kernel_that_fails(wrong: str, tmp_path: Path, monkeypat
     elif wrong == "a full disk":
         monkeypatch.setattr("shutil.copyfile", full)
     else:
-        path = compiled.load(source).path
-        assert path is not None
+        path = not_none(compiled.load(source).path)
         path.unlink()
         path.write_bytes(b"half a lib")
     found = compiled.load(source)
-    assert found.library is not None
-    assert found.library.answer() == 42
+    assert not_none(found.library).answer() == 42
     assert wrong != "no folder" or found.path is None
 
 
@@ -297,8 +293,7 @@ def test_kernels_are_compiled_at_the_same_time(tmp_path: Path, monkeypatch: pyte
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(60)
     found = compiled.load(second)
-    assert found.library is not None
-    assert (found.library.answer(), found.seconds) == (42, 0.0)
+    assert (not_none(found.library).answer(), found.seconds) == (42, 0.0)
 
 
 @needs_kernel

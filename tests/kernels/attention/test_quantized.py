@@ -17,7 +17,7 @@ from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import approximate_attention_reference
 from tests.machine import DTYPES, GPU
 from tests.meaning import relative_l1
-from tests.specs import grid_of
+from tests.specs import grid_of, not_none
 from tests.stages import random_keys
 
 pytest.importorskip("triton")
@@ -289,8 +289,7 @@ def test_inputs_of_zeros(fp8: bool, device: str) -> None:
     executor = bs.Int8Executor(fp8)
     output = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(9), executor).trace(x, x, x).output
     assert (output.out == 0).all()
-    assert output.lse is not None
-    torch.testing.assert_close(output.lse[0, 0], torch.arange(1, 101, device=device).float().log())
+    torch.testing.assert_close(not_none(output.lse)[0, 0], torch.arange(1, 101, device=device).float().log())
 
 
 @pytest.mark.parametrize("fp8", PV)
@@ -303,9 +302,8 @@ def test_constant_keys_give_the_mean_value(fp8: bool, device: str) -> None:
     means = v.cumsum(2) / torch.arange(1, 257, device=device)[:, None]
     tolerance = 0.2 if fp8 else 1e-4
     torch.testing.assert_close(output.out, means.expand(-1, 2, -1, -1), rtol=tolerance, atol=tolerance)
-    assert output.lse is not None
     want = (q @ k[:, :, 0, :, None])[..., 0] * 32**-0.5 + torch.arange(1, 257, device=device).log()
-    torch.testing.assert_close(output.lse[..., 128:], want[..., 128:], rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(not_none(output.lse)[..., 128:], want[..., 128:], rtol=1e-4, atol=1e-2)
 
 
 # What it costs
@@ -328,10 +326,8 @@ def test_accuracy(options: dict[str, Any], budget: float, causal: bool, device: 
     exact = bs.ReferenceExecutor()(q.double(), k.double(), v.double(), want.mask, want.spec)
     got = bs.Int8Executor(**options)(q, k, v, want.mask, want.spec)
     assert relative_l1(got.out, exact.out) < budget
-    assert got.lse is not None
-    assert exact.lse is not None
     # When causal, the first rows are not smoothed.
-    assert float((got.lse - exact.lse)[..., 128:].abs().mean()) < 0.02
+    assert float((not_none(got.lse) - not_none(exact.lse))[..., 128:].abs().mean()) < 0.02
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -375,8 +371,7 @@ def test_later_tokens_change_no_bit(permuted: bool, options: dict[str, Any], dev
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         output = executor(q, k, v, held.mask, held.spec)
-        assert output.lse is not None
-        return output.out, output.lse
+        return output.out, not_none(output.lse)
 
     before = run(q, k, v)
     for t in (1, 40, 127, 150):

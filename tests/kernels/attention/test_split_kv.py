@@ -15,7 +15,7 @@ from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.kernels.attention.references import sparse_attention_reference
 from tests.machine import needs_hopper
-from tests.specs import grid_of
+from tests.specs import grid_of, not_none
 from tests.stages import random_keys
 
 pytest.importorskip("triton")
@@ -128,8 +128,7 @@ def test_combined_splits_are_the_whole(
         q, k, bs.GlobalPermutation(), q_block=q_block, k_block=k_block, causal=causal, heads=heads
     )
     lists = first_of_batch(lists) if one_mask else lists
-    splits = split_kv((2, q.shape[1]), (1, N), 24, lists, tile)
-    assert splits is not None
+    splits = not_none(split_kv((2, q.shape[1]), (1, N), 24, lists, tile))
     out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
     attend_by_entry(splits, q, k, v, grid, out, lse, 0.2)
     splits.combine(out, lse)
@@ -144,8 +143,7 @@ def test_splits_of_large_logits_are_the_whole(size: float, device: str) -> None:
     """With a sink that weighs as much as the keys, whose product with log2(e) fp32 rounds, and without one."""
     q, k, v, scale = large_logits(size, M, 8, 24, torch.float32, device)
     lists, grid = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
-    splits = split_kv((2, q.shape[1]), (1, N), 24, lists, 128)
-    assert splits is not None
+    splits = not_none(split_kv((2, q.shape[1]), (1, N), 24, lists, 128))
     sinks = torch.tensor([float("-inf"), size + 12], device=device)
     out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
     attend_by_entry(splits, q, k, v, grid, out, lse, scale, sinks)
@@ -173,8 +171,7 @@ def test_queries_that_see_no_key(device: str) -> None:
     """In some splits, or in none of them; a NaN stays in its row."""
     counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
     lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
-    splits = split_kv((1, 1), (1, 65536), 64, lists, 128)
-    assert splits is not None
+    splits = not_none(split_kv((1, 1), (1, 65536), 64, lists, 128))
     slots = [slot for slot in splits.work[2].tolist() if slot >= 0]
     assert len(slots) == 4
     lse = torch.randn(4, 128, dtype=torch.float64, device=device)
@@ -199,8 +196,7 @@ def test_large_logits_lose_nothing(size: float, device: str) -> None:
     """Splits have equal weights, beside any reference, where a logarithm of their sums would round them away."""
     counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
     lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
-    splits = split_kv((1, 1), (1, 65536), 64, lists, 128)
-    assert splits is not None
+    splits = not_none(split_kv((1, 1), (1, 65536), 64, lists, 128))
     slots = [slot for slot in splits.work[2].tolist() if slot >= 0]
     weights = torch.tensor([1.0, 2.3, 5.1, 0.7], device=device)
     splits.sums[slots, 0], splits.sums[slots, 1] = size, weights[:, None].expand(4, 128)
@@ -218,8 +214,7 @@ def test_large_logits_lose_nothing(size: float, device: str) -> None:
 def test_the_longest_lists_come_first_and_none_is_long(device: str) -> None:
     q, k, _ = make_qkv(B=2, Hq=4, Hkv=2, N=N, M=M, D=8, dtype=torch.float32, device=device)
     lists, _ = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
-    splits = split_kv((2, q.shape[1]), (2, N), 8, lists, 128)
-    assert splits is not None
+    splits = not_none(split_kv((2, q.shape[1]), (2, N), 8, lists, 128))
     items, coords, slots = splits.work.tolist()
     existing = items.index(-1)
     blocks = [(item >> 24 & 0xFFFFF) + (item >> 44) for item in items[:existing]]

@@ -32,20 +32,26 @@ def inputs(device: str, **sizes: Any) -> tuple[Tensor, Tensor]:
     return q.to(device), k.to(device)
 
 
-@pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200, 1000])
-def test_lengths(N: int, device: str) -> None:
-    check(*inputs(device, Hq=2, Hkv=1, N=N, D=16))
-
-
-@pytest.mark.parametrize(("M", "N", "last_q"), [(5, 130, 128), (64, 200, 20), (200, 200, 150), (100, 100, 1)])
-def test_chunks(M: int, N: int, last_q: int, device: str) -> None:
-    check(*inputs(device, Hq=2, Hkv=2, M=M, N=N, D=16), last_q=last_q)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 3, 4, 7])
-def test_groups(group: int, device: str) -> None:
-    check(*inputs(device, B=2, Hq=2 * group, Hkv=2, N=70, D=16), last_q=16)
+@pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter, where the first peak is left behind
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        *(({"N": N}, {}) for N in (1, 63, 65, 127, 129, 200, 1000)),
+        ({"M": 5, "N": 130, "Hkv": 2}, {}),
+        ({"M": 64, "N": 200, "Hkv": 2}, {"last_q": 20}),
+        ({"N": 200, "Hkv": 2}, {"last_q": 150}),
+        ({"N": 100, "Hkv": 2}, {"last_q": 1}),
+        *(({"N": 200}, {"last_q": 16, "seen": seen}) for seen in (1, 64, 130, 192)),  # nobody votes on the others
+        *(({"N": 200}, {"last_q": 16, "scale": scale}) for scale in (0.0, -0.3, 8.0)),
+        *(
+            pytest.param({"B": 2, "Hq": 2 * group, "Hkv": 2, "N": 70}, {"last_q": 16}, marks=pytest.mark.slow)
+            for group in (1, 3, 4, 7)
+        ),
+    ],
+    ids=str,
+)
+def test_sizes_and_what_is_asked(sizes: dict[str, int], asked: dict[str, Any], device: str) -> None:
+    check(*inputs(device, **{"Hq": 2, "Hkv": 1, "D": 16, **sizes}), **asked)
 
 
 @pytest.mark.slow
@@ -65,17 +71,6 @@ def test_weights_of_half_precision_are_not_rounded_to_it(dtype: torch.dtype) -> 
     assert torch.equal(
         key_importance.reference(q, k, *rest), key_importance.reference(q.float(), k.float(), *rest)
     )
-
-
-@pytest.mark.parametrize("seen", [1, 64, 130, 192])
-def test_keys_that_nobody_votes_on(seen: int, device: str) -> None:
-    check(*inputs(device, Hq=2, Hkv=1, N=200, D=16), last_q=16, seen=seen)
-
-
-@pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter, where the first peak is left behind
-@pytest.mark.parametrize("scale", [0.0, -0.3, 8.0])
-def test_scales(scale: float, device: str) -> None:
-    check(*inputs(device, Hq=2, Hkv=1, N=200, D=16), last_q=16, scale=scale)
 
 
 def test_many_shares_of_the_keys(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

@@ -23,11 +23,14 @@ def check(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> None:
         assert float((x.double() - x_exact).abs().max()) <= budget
 
 
-@pytest.mark.parametrize("M", [1, 63, 65, 200])
+@pytest.mark.parametrize(
+    ("M", "S", "lead"),
+    [*((M, 64, 0) for M in (1, 63, 65, 200)), *((M, 16, lead) for M in (1, 12, 40) for lead in (1, 5, 15))],
+)
 @pytest.mark.parametrize("group", [1, 3])
-def test_lengths_and_groups(M: int, group: int, device: str) -> None:
+def test_lengths_groups_and_chunks(M: int, S: int, lead: int, group: int, device: str) -> None:
     q, k, _ = make_qkv(B=2, Hq=2 * group, Hkv=2, N=M, D=16)
-    check(q.to(device), k.mean(2).to(device), 64)
+    check(q.to(device), k.mean(2).to(device), S, lead)
 
 
 @pytest.mark.slow
@@ -42,13 +45,6 @@ def test_head_dims_and_layouts(D: int, S: int, N: int, dtype: torch.dtype, devic
     for other in (q.transpose(1, 2).contiguous().transpose(1, 2), q.mT.contiguous().mT):
         for x, y in zip(mean_and_products_triton(other, guide, S, 0), want, strict=True):
             assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("lead", [1, 5, 15])
-@pytest.mark.parametrize("M", [1, 12, 40])
-def test_chunks_that_start_inside_a_segment(lead: int, M: int, device: str) -> None:
-    q, k, _ = make_qkv(B=2, Hq=2, Hkv=1, N=M, D=16)
-    check(q.to(device), k.mean(2).to(device), 16, lead)
 
 
 @pytest.mark.parametrize("D", [16, 128])

@@ -10,18 +10,15 @@ from blocksparse.kernels.order.segments_triton import segment_sort_triton
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200, 1000])
-@pytest.mark.parametrize("S", [2, 16])
-def test_lengths(N: int, S: int, device: str) -> None:
-    values = torch.rand(1, 2, N, generator=torch.Generator().manual_seed(N)).to(device)
-    for coarse in (False, True):
-        assert torch.equal(segment_sort_triton(values, S, coarse), segment_sort.reference(values, S, coarse))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("S", [64, 256, 512])
-def test_long_segments(S: int, device: str) -> None:
-    values = torch.randn(1, 1, 2 * S + 3, generator=torch.Generator().manual_seed(0)).to(device)
+@pytest.mark.parametrize(
+    ("N", "S"),
+    [
+        *((N, S) for N in (1, 63, 65, 127, 129, 200, 1000) for S in (2, 16)),
+        *((2 * S + 3, S) for S in (64, 256, 512)),
+    ],
+)
+def test_lengths_and_segments(N: int, S: int, device: str) -> None:
+    values = torch.randn(1, 2, N, generator=torch.Generator().manual_seed(N)).to(device)
     for coarse in (False, True):
         assert torch.equal(segment_sort_triton(values, S, coarse), segment_sort.reference(values, S, coarse))
 

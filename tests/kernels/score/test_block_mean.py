@@ -30,18 +30,17 @@ def check(x: Tensor, block: int, *, lead: int = 0, padded_tail: bool = False, in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200, 1000])
+@pytest.mark.parametrize(
+    ("N", "block", "lead"),
+    [
+        *((N, 64, 0) for N in (1, 63, 65, 127, 129, 200, 1000)),
+        *((N, 16, lead) for N in (3, 12, 40) for lead in (0, 5, 15)),
+        (9, 1, 0),
+    ],
+)
 @pytest.mark.parametrize("padded_tail", [False, True])
-def test_lengths(N: int, padded_tail: bool, device: str) -> None:
-    check(tokens(1, 2, N, 64, device=device), 64, padded_tail=padded_tail)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lead", [0, 5, 15])
-@pytest.mark.parametrize("N", [3, 12, 40])
-@pytest.mark.parametrize("padded_tail", [False, True])
-def test_chunks_that_start_inside_a_block(lead: int, N: int, padded_tail: bool, device: str) -> None:
-    check(tokens(2, 1, N, 16, device=device), 16, lead=lead, padded_tail=padded_tail)
+def test_lengths_and_chunks(N: int, block: int, lead: int, padded_tail: bool, device: str) -> None:
+    check(tokens(2, 2, N, 16, device=device), block, lead=lead, padded_tail=padded_tail)
 
 
 @pytest.mark.slow
@@ -50,10 +49,6 @@ def test_chunks_that_start_inside_a_block(lead: int, N: int, padded_tail: bool, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_head_dims_and_blocks(D: int, block: int, dtype: torch.dtype, device: str) -> None:
     check(tokens(1, 1, 150, D, device=device, dtype=dtype), block)
-
-
-def test_blocks_of_one_token(device: str) -> None:
-    check(tokens(1, 1, 9, 8, device=device), 1)
 
 
 @pytest.mark.slow
