@@ -134,7 +134,6 @@ def test_options(changed: dict[str, Any], device: str) -> None:
 
 @pytest.mark.parametrize("changed", [
     {}, {"causal": False}, {"segment": 32}, {"high": 3, "wide": 8}, {"high": 16, "wide": 1}, {"high": 40, "wide": 1}, {"behind": 20},
-    {"weight": -0.5}, {"weight": 0.0},
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize(("N", "M"), [(143, 122), (128, 128), (97, 1)])
 def test_cells_of_one_slot(N: int, M: int, changed: dict[str, Any], device: str) -> None:

@@ -67,6 +67,7 @@ def strided_mass(
         of: the cells, with the last position of each query cell.
         first_cell: index of the first query cell in the whole prompt.
         segment: cells per segment. A query cell then looks at earlier segments only.
+        weight: above 0, as the scales that stages get are.
         joint: take one softmax over all query cells of a row of blocks. Otherwise each query cell has one.
         beside: other mass `[B, Hq, rows, cols]`. Then the result is the greater of it and `factor` times this mass; the
             last of its rows may lack query cells.

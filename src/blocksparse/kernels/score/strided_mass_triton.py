@@ -176,8 +176,6 @@ def _pooled(
 ) -> tuple[Callable[..., None], int, int]:
     """`_of_tokens` for cells of one slot."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
-    if weight <= 0:  # the kernel multiplies by it after the greatest product of a tile is known
-        q, weight = (-q, -weight) if weight < 0 else (torch.zeros_like(q), 1.0)
     # The mean of a cell of one token is the token: a copy that calls can repeat, as they cannot PyTorch's.
     q, k = (x if x.is_contiguous() else strided_mean_triton(x, 1, 0, False, None) for x in (q, k))
     tiles = tiles if isinstance(tiles, PooledTiles) else pooled_tiles(q, of.wide)
