@@ -21,6 +21,11 @@ def not_none(value: T | None) -> T:
     return value
 
 
+def wrong(value: Any) -> Any:
+    """What a type checker would refuse."""
+    return value
+
+
 def asked(mask: BlockMask, scale: float = 1.0, **more: Any) -> AttentionSpec:
     """The spec for which a mask was made; a mask does not know the scale, the softcap and the sinks."""
     return AttentionSpec(scale=scale, causal=mask.grid.causal, window=mask.grid.window, **more)

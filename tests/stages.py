@@ -67,6 +67,17 @@ class ByReference(bs.Executor[Any, Any]):
         return bs.ReferenceExecutor()(q, k, v, mask, *rest, **more)
 
 
+class DenseBelow(ByReference):
+    """Has calls of fewer keys attend densely, as `AutoExecutor` does on a GPU."""
+
+    def __init__(self, keys: int) -> None:
+        super().__init__()
+        self.keys = keys
+
+    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str | None:
+        return "little work" if k.shape[2] < self.keys else None
+
+
 def exported(role: type, but: tuple[type, ...] = ()) -> list[type]:
     """Stages of a role that the package exports, except those that are `but` as well."""
     found = [x for x in map(vars(bs).get, bs.__all__) if inspect.isclass(x) and not inspect.isabstract(x)]

@@ -12,14 +12,10 @@ from attrs import evolve
 import blocksparse as bs
 from blocksparse.testing import make_qkv
 from tests import stages
+from tests.specs import wrong
 
 Masses = "a BlockMass is non-negative scores whose sums along a row have a meaning"
 REFERENCE, TRITON, EARLY = bs.ReferenceExecutor(), bs.TritonExecutor(), bs.GatherExecutor(0.1)
-
-
-def wrong(value: Any) -> Any:
-    """What a type checker would refuse."""
-    return value
 
 
 def composed(*four: Any) -> Callable[[], object]:

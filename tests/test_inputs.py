@@ -24,11 +24,6 @@ SCALES = [(nan, "nan"), (1e300, "1e"), (-1e300, "-1e"), (10**400, "inf"), (Fract
           (np.float32("inf"), "inf"), (1e-40, "1e-40"), (5e-324, "5e-324"), (2.1**64, "4")]  # fmt: skip
 
 
-def wrong(value: Any) -> Any:
-    """What a type checker would refuse."""
-    return value
-
-
 @pytest.mark.parametrize("call", [bs.mean_pooling(), bs.mean_pooling().trace, bs.mean_pooling().with_lse])
 def test_tokens_before_heads_are_warned_of(call: Any) -> None:
     """Sizes allow it, and the result is of something else. Said at the caller's line, once for each."""

@@ -20,7 +20,7 @@ from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_gpu
 from tests.meaning import assert_same_bits
 from tests.on_kernels import pretend_gpu
-from tests.specs import kept_pairs, not_none
+from tests.specs import kept_pairs, not_none, wrong
 
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 5.0], dtype=torch.float64)
 Change = dict[str, Any]
@@ -241,12 +241,7 @@ def test_a_trace_measures_against_dense_attention_with_the_same_logits(change: C
 def test_a_softcap_may_be_any_real_number() -> None:
     q, k, v = make_qkv(N=64, D=16)
     pipeline = bs.mean_pooling(block=16, executor=bs.CpuExecutor())
-    assert torch.equal(pipeline(q, k, v, softcap=wrong_type(Fraction(3, 2))), pipeline(q, k, v, softcap=1.5))
-
-
-def wrong_type(value: Any) -> Any:
-    """A number that a type checker would refuse."""
-    return value
+    assert torch.equal(pipeline(q, k, v, softcap=wrong(Fraction(3, 2))), pipeline(q, k, v, softcap=1.5))
 
 
 def test_they_are_refused_in_one_sentence() -> None:

@@ -22,7 +22,7 @@ from tests import drawn
 from tests.drawn import Case, cases
 from tests.meaning import same
 from tests.specs import asked
-from tests.stages import ByReference
+from tests.stages import DenseBelow
 from tests.test_generated_laws import assert_same_call, law
 
 # A grid order is made for one number of tokens.
@@ -169,15 +169,8 @@ def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
     assert _attend_each(*given).transpose(1, 2).is_contiguous() == tokens_first
 
 
-class _DenseForShort(ByReference):
-    """What `AutoExecutor` does on a GPU."""
-
-    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec) -> str | None:
-        return "few keys" if k.shape[2] < 60 else None
-
-
 def test_each_prompt_has_the_executor_that_it_has_alone(device: str) -> None:
-    pipeline = evolve(SPARSE, executor=_DenseForShort())
+    pipeline = evolve(SPARSE, executor=DenseBelow(60))
     q, k, v = (x.to(device) for x in make_qkv(N=150, D=16))
     short, long = pipeline.trace(q, k, v, sequences=bs.Sequences.packed([50, 100]))
     assert short is not None

@@ -13,14 +13,9 @@ import blocksparse as bs
 from blocksparse.testing import make_qkv
 from tests import stages
 from tests.machine import GPU
-from tests.specs import asked, grid_of
+from tests.specs import asked, grid_of, wrong
 
 Q, K, V = make_qkv(Hq=4, Hkv=2, N=64, D=16)
-
-
-def wrong(value: Any) -> Any:
-    """What a type checker would refuse."""
-    return value
 
 
 def order(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -31,7 +31,7 @@ from tests.hosts.test_transformers import (
     tokens,
 )
 from tests.largest import Largest
-from tests.stages import ByReference
+from tests.stages import DenseBelow
 
 from blocksparse import (
     AutoExecutor,
@@ -39,7 +39,6 @@ from blocksparse import (
     HeadGroups,
 )
 from blocksparse.hosts.transformers import DensityRecorder, attach
-from blocksparse.spec import AttentionSpec
 
 
 def llama4() -> Any:
@@ -225,15 +224,8 @@ def test_what_an_executor_cannot_run_is_dense() -> None:
                 assert "q (" not in reason  # no shapes: a reason for each length would be many
 
 
-class _DenseBelow(ByReference):
-    """What `AutoExecutor` does on a GPU."""
-
-    def dense_because(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
-        return "little work" if k.shape[2] < 50 else None
-
-
 def test_dense_attention_by_an_executor_is_recorded_as_that() -> None:
-    model, pipeline = make("llama"), evolve(SPARSE, executor=_DenseBelow())
+    model, pipeline = make("llama"), evolve(SPARSE, executor=DenseBelow(50))
     for attention in (pipeline, HeadGroups({(0, 1): pipeline}), HeadGroups({(0,): None, (1,): pipeline})):
         recorder = DensityRecorder()
         with attached(model, recorder, attention):
