@@ -11,7 +11,6 @@ import copy
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -534,7 +533,7 @@ def _from_address(like: Any) -> Callable[[Any], Any]:
 
         def described(x: Any) -> Any:
             x = copy.copy(x)
-            if isinstance(x.base, SimpleNamespace):
+            if not isinstance(x.base, Tensor):  # an address
                 x.base = of_base(x.base.data_ptr())
             return x
 
