@@ -130,7 +130,8 @@ class SampledQueriesScorer(Scorer[GlobalPermutation, BlockMass]):
 
     A sample is one query of `every`, with its true attention weights on all keys. Means of keys hide single keys
     that get much attention, as those far away in Gemma 3; samples see them. They miss what other queries look for,
-    which `inner` sees.
+    which `inner` sees. The mass is `[B, Hq, rows, cols]` on the blocks of `inner`. No paper has this; the evidence
+    page on trained models measures it.
 
     A sample holds a mass of 1, so a row of blocks holds `block / every` by samples; as much as by `inner` where
     `weight` makes up for the difference. A row that ends before its first sample, as at the end of a prompt, has

@@ -96,7 +96,7 @@ def strided_mass_on_cpu(
 
 
 def greater(mass: Tensor, beside: Tensor | None, factor: float) -> Tensor:
-    """`mass`, or the greater of `beside` and `factor` times it; the last rows of `beside` may be missing in it."""
+    """`mass`, or the greater of other mass and `factor` times it; it may lack the last rows of the other."""
     if beside is None:
         return mass
     mass = pad(mass.to(beside.dtype) * factor, (0, 0, 0, beside.shape[2] - mass.shape[2]))
