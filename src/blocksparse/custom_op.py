@@ -77,10 +77,7 @@ class OpaqueCall(OpaqueBase):
         sequences: Sequences,
         histories: Sequence[object] | None,
     ) -> Tensor:
-        """Run each sequence by itself, on views of q, k and v. Other rows of the output are 0.
-
-        The longest run first, so that a GPU is at work on them while the host prepares the short ones.
-        """
+        """Run each sequence by itself, the longest first, on views of q, k, v. Other rows of the output are 0."""
         parts = sequences.parts(q, k, v, spec)
         more: list[dict[str, Any]] = [{} if histories is None else {"history": its} for its in histories or parts]
         each = zip(sequences.spans, parts, more, strict=True)

@@ -78,8 +78,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         return distance / norm
 
     def _dense_row(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one row of blocks: the dense attention weights without sinks `[B, Hq, m, N]`, their lse `[B, Hq, m]`,
-        and which pairs are visited `[B, Hq, m, N]`."""
+        """Of a row of blocks: dense weights without sinks `[B, Hq, m, N]`, their lse `[B, Hq, m]`, visited pairs."""
         query, allowed = self.visited.queries(row), self.visited.pairs(row)
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
         logits = self.spec.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.spec.scale)

@@ -220,10 +220,7 @@ def by_head(value: PerHead, q: Tensor) -> Tensor:
 
 
 def _numbers(value: PerHead, heads: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """The value for so many heads on the device of `like`, where the first call leaves it for later ones.
-
-    So later calls do nothing to a tensor for it, and may be replayed (`launch/launch_graph.py`).
-    """
+    """The value for so many heads on the device of `like`; the first call leaves it for later ones."""
     captured = like.is_cuda and torch.cuda.is_current_stream_capturing()
     make = _new_numbers if captured or type(like) is not Tensor else _kept_numbers
     return make(value, heads, dtype, like.device)

@@ -50,10 +50,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 @cache
 def _said(cls: type, role: type, index: int) -> type | UnionType | TypeVar | None:
-    """Type parameter number `index` of `role` in the nearest class that gives it.
-
-    If it is a type variable there, a subclass may have put a type in for it, and that type is returned.
-    """
+    """Type parameter number `index` of `role` in the nearest class that gives it, or as a subclass fills it in."""
     for base in cls.__dict__.get("__orig_bases__", cls.__bases__):
         parent: Any = get_origin(base) or base
         given = get_args(base)

@@ -124,11 +124,7 @@ class SequenceScheme(Scheme):
         return self.attention
 
     def _aligned(self, causal: bool, heads: tuple[int, int] | None = None) -> int:
-        """By how many tokens queries may be cut, for each rank to choose as one process would.
-
-        Args:
-            heads: the query heads and KV heads of the call, where they are known.
-        """
+        """By how many tokens queries may be cut, for each rank to choose as one process would."""
         pipeline = self._pipeline
         try:
             return of_parts(causal, pipeline.permuter, pipeline.scorer, pipeline.selector)

@@ -239,10 +239,7 @@ class _Rows:
     def _partial(
         self, some: Tensor, keys: int, block: Tensor, key: Tensor, after: Tensor, last: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention of some rows to those `keys` of their partial blocks that stand behind `after`, up to `last`.
-
-        `block`, `key`, `after` and `last` are `[R]`. Each query attends to what it sees of them.
-        """
+        """Attention of rows to the `keys` of their partial blocks behind `after`, up to `last`, all `[R]`."""
         full, kept, after, last = (x[some, None, None] for x in (self.full_count, self.rest_count, after, last))
         nth = torch.arange(int(kept.max()), device=some.device).unsqueeze(1)
         at = self._slots(block[some], self.rest[some, : len(nth)])
@@ -286,12 +283,7 @@ def _lists(keep: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _alike(counts: Tensor, wide: int) -> Iterator[tuple[int, Tensor]]:
-    """Rows with the same count, other than 0: that count, and which rows, some at a time.
-
-    Args:
-        counts: `[X]`.
-        wide: numbers to hold for each thing that is counted.
-    """
+    """Rows with the same count, of `counts` `[X]` and not 0: the count, and which rows, some at a time."""
     threads = torch.get_num_threads()
     for count in counts.unique().tolist():
         if count:

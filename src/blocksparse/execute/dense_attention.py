@@ -130,11 +130,7 @@ def _params(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SDPAParams:
 
 
 def _loadable(x: Tensor, width: int) -> Tensor:
-    """`x` with `width` columns, rounded up to a multiple of 8, so that kernels can load 16 bytes at a time.
-
-    The added columns are zeros, which change no product; the caller cuts them off the output. It copies only if
-    it must.
-    """
+    """`x` with columns of zeros up to a multiple of 8, so that kernels can load 16 bytes at a time."""
     missing = -(-width // 8) * 8 - x.shape[3]
     if missing:
         return pad(x.contiguous(), (0, missing))

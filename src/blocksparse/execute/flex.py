@@ -169,10 +169,7 @@ def _tried(q: Tensor, v: Tensor, mask: BlockMask) -> Hashable:
 
 
 def _tiles(q: Tensor, v: Tensor, mask: BlockMask) -> dict[str, Any]:
-    """Tiles for FlexAttention on a GPU, which must divide the blocks; the short-query kernel ignores blocks.
-
-    And exact products of fp32, which else would be of TF32 where the process allows that.
-    """
+    """Tiles for FlexAttention on a GPU, which must divide the blocks, and exact products of fp32."""
     q_block, k_block = mask.grid.q_block, mask.grid.k_block
     options: dict[str, Any] = {"BACKEND": "TRITON", "FLOAT32_PRECISION": "'ieee'"}
     if not (has := hardware_of(q)).multiplies_from_shared:  # FlexAttention's kernel needs what our own does

@@ -83,10 +83,7 @@ def _listed(number: Tensor, index: Tensor, cols: int) -> Tensor:
 
 
 def _check_pairs(block_mask: FlexBlockMask, partial: Tensor, offset: int | None) -> None:
-    """Refuse a mask whose `mask_mod` does not allow, in these blocks, just what the causal rule does.
-
-    `offset` is the position of the first query; None without that rule.
-    """
+    """Refuse a mask whose `mask_mod` differs from the causal rule, for queries from `offset` on."""
     (q_block, k_block), (M, N) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
     place = torch.arange(q_block * k_block, device=partial.device)
     listed = partial.nonzero()

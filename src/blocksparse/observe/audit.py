@@ -199,12 +199,7 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
 
 
 def _without_sinks(more: Tensor, keys: Tensor) -> Tensor:
-    """The covered share of the weights of keys alone, from logarithms of shares of the whole dense softmax.
-
-    Args:
-        more: of what the sparse call has, its keys and the sink.
-        keys: of what all keys have.
-    """
+    """The covered share of keys alone, from logarithms of shares: `more` with the sink, `keys` of all keys."""
     return (1 + more.expm1() / keys.exp().clamp_min(1e-30)).clamp(0, 1)
 
 

@@ -18,10 +18,7 @@ DENSITY = "Work of the latest audited call as a share of dense attention's."
 
 @cache
 def _counters() -> tuple[Any, Any]:
-    """Counters of this process, by `prometheus_client`, which engines bring.
-
-    Where PROMETHEUS_MULTIPROC_DIR is set, the counters of all processes of a server are added up in that folder.
-    """
+    """Counters of this process, or with PROMETHEUS_MULTIPROC_DIR of all processes of a server."""
     from prometheus_client import Counter as Exported
 
     what = "in one step, by whether they were sparse, or why not"

@@ -246,10 +246,7 @@ class KMeansOrder(Permuter[GlobalPermutation]):
 
 
 def _sums(x: Tensor, label: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """The sum of the tokens of each cluster `[B, H, clusters, D]`, and their number `[B, H, clusters, 1]`.
-
-    They are products, since sums by atomic additions have other bits in every call.
-    """
+    """Sums of the tokens of each cluster `[B, H, clusters, D]`, by products, whose bits repeat; their number."""
     cluster = torch.arange(clusters, device=x.device).unsqueeze(1)
     sums, members = x.new_zeros(*x.shape[:2], clusters, x.shape[3]), x.new_zeros(*x.shape[:2], clusters, 1)
     step = max(1, _DISTANCES // (x.shape[0] * x.shape[1] * clusters))
@@ -372,10 +369,7 @@ class GlobalIndexMap(Permuter[Permutation]):
 
 
 def _best(scores: Tensor, start: Tensor, count: int) -> Tensor:
-    """The `count` positions before `start` `[G, 1]` with the greatest `scores` `[B, H, G, N]`, best first.
-
-    Where there are fewer positions, -1 follows. Ties go to the lower position on every device.
-    """
+    """The `count` positions before `start` `[G, 1]` with the greatest `scores`, ties to the lower, then -1."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     rank = whole_numbers(_numbers(scores)).where(position < start, torch.iinfo(torch.int32).min)
     if count == rank.shape[-1]:

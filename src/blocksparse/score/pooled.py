@@ -134,10 +134,7 @@ class MeanLogitScorer(InBlocks, Scorer[GlobalPermutation, BlockLogits]):
 
 
 def _diagonal(queries: Tensor, keys: Tensor, grid: Grid) -> Tensor:
-    """`sum_d q_d^2 Var k_d` over the keys that each row sees, `[B, Hq, rows]`.
-
-    `queries` are `[B, Hq, rows, D]`, `keys` `[B, H, cols, D]`.
-    """
+    """`sum_d q_d^2 Var k_d` over the keys that each row of `queries` `[B, Hq, rows, D]` sees, `[B, Hq, rows]`."""
     if not grid.causal:  # all rows see all keys
         keys = keys - keys.mean(2, keepdim=True)
         return products(queries.square(), keys.square().mean(2, keepdim=True)).squeeze(3)

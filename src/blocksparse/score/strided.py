@@ -357,10 +357,7 @@ class OutputAwareScorer(InBlocks, ValueScorer[GlobalPermutation, BlockLogits]):
 
 
 def _by_slot(x: Tensor, block: int, stride: int, lead: int) -> Tensor:
-    """The mean token of each slot of the cells of a block, `[B, H, N, D] -> [B, H, blocks, stride, D]`.
-
-    The first `lead` slots of block 0 are empty. A slot without a token in a short block has zeros.
-    """
+    """The mean token of each slot of a block's cells, or 0, `[B, H, N, D] -> [B, H, blocks, stride, D]`."""
     sums = strided_view(x, block, lead).unflatten(3, (-1, stride)).sum(3, dtype=wide_dtype(x))
     there = x.new_ones((1, 1, x.shape[2], 1), dtype=sums.dtype)
     mean: Tensor = sums / strided_view(there, block, lead).unflatten(3, (-1, stride)).sum(3).clamp_min(1)

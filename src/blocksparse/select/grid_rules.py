@@ -181,10 +181,7 @@ class Frames(GridSelector):
 
 @lru_cache(maxsize=256)
 def _counted(frames: Frames, device: torch.device) -> Tensor:
-    """Number of kept frame pairs before frame `i` and before frame `j`, `[T + 1, T + 1]` int64.
-
-    It stays on the device for later calls, which then wait for no copy from the host.
-    """
+    """Kept frame pairs before frames `i` and `j`, `[T + 1, T + 1]` int64, kept on the device for later calls."""
     T = frames.sizes[0]
     kept = torch.zeros(T + 1, T + 1, dtype=torch.int64, device="cpu")
     for frame, seen in enumerate(frames.among_frames()):

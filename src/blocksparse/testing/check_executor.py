@@ -186,10 +186,7 @@ class _Call:
         require(torch.equal(again, given.out), "q laid out otherwise in memory gives another result")
 
     def check_bad_keys(self) -> None:
-        """Require that a key which is NaN reaches only the queries that attend to it.
-
-        An executor that approximates may round the other keys differently, for example because their mean differs.
-        """
+        """Require that a key which is NaN reaches only the queries that attend to it."""
         held, k = self.held, self.k
         pairs, before = _pairs(held), self.run(mask=held).out
         for j in sorted({0, k.shape[2] // 2, k.shape[2] - 1}):

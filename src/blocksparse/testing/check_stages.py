@@ -157,10 +157,7 @@ _MOVED = (
 
 
 def _check_what_counts(scorer: Scorer[Any, Any], case: Case, device: str) -> None:
-    """Require that the order of tokens, the KV head of each query head and the scale are heeded.
-
-    Every query of the case sees every key, so that blocks of moved tokens are reached as others are.
-    """
+    """Require that the order of tokens, KV heads and the scale count, where every query sees every key."""
     (q, k, v), spec, in_place = case.inputs(device=device), case.spec(), GlobalPermutation()
     with about(scorer, case):
         scores = scored(scorer, q, k, v, in_place, spec)

@@ -171,10 +171,7 @@ class _Begin(_Hook):
 
 
 def _trains(model: nn.Module, given: Mapping[str, Any]) -> str | None:
-    """Why a forward call belongs to a training step, or None.
-
-    This is asked once, before the blocks: reentrant checkpointing runs a block first without gradients.
-    """
+    """Why a call belongs to a training step; asked before the blocks, as checkpointing drops gradients."""
     leaves = (*model.parameters(), *tree_leaves(dict(given)))  # some models take lists of tensors
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, Tensor)):
         return "gradients"

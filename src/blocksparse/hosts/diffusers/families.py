@@ -375,10 +375,7 @@ def _grid_of(places: Tensor) -> Sizes | None:
 
 
 def _cosmos_3(_: Any, given: Arguments) -> TokenLayout | None:
-    """Text attends to itself. Videos, sound and actions attend to text, which stands first, and to one another.
-
-    One video whose rows stand together is a grid. Sound and actions are kept.
-    """
+    """Text attends to itself; all else to text, which stands first, and to one another. One video is a grid."""
     rows, grids = given["vision_sequence_indexes"].cpu(), given["vision_token_shapes"]
     first, tokens = int(rows[0]), given["sequence_length"]
     if len(grids) > 1 or not torch.equal(rows, torch.arange(first, first + len(rows), device="cpu")):

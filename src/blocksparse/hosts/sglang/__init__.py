@@ -35,10 +35,7 @@ def _backend(runner: Any) -> Any:
 
 
 def _note_prompts(output: Any, _: type, batch: Any, *__: Any, **___: Any) -> Any:
-    """Note how long the prompts are of which a ForwardBatch may have chunks.
-
-    A request that was retracted and is read again has its answer so far at the end of its prompt.
-    """
+    """Note how long the prompts of a ForwardBatch are; one that was retracted ends with its answer so far."""
     setattr(output, PROMPTS, [len(request.full_untruncated_fill_ids) for request in batch.reqs])
     return output
 

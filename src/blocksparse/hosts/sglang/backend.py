@@ -111,10 +111,7 @@ def _layers(
 
 
 def _warmed(runner: Any, settings: Settings, layers: dict[Any, PagedAttention | str], tokens: int) -> Kinds:
-    """The kinds of layers, after memory was taken and kernels were compiled for each.
-
-    SGLang measures no memory here: what is taken lies in what `--mem-fraction-static` leaves.
-    """
+    """The kinds of layers, once memory is taken, which SGLang does not measure, and kernels are compiled."""
     sparse = [(layer, attention) for layer, attention in layers.items() if not isinstance(attention, str)]
     first = next((layer for layer, _ in sparse), next(iter(layers), None))
     like = torch.empty((), dtype=runner.dtype, device=runner.device)

@@ -165,10 +165,7 @@ class LayerAttention:
 
 
 def _attend_last(out: Tensor, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> None:
-    """Attend with the last query of entries in which it is padding: `generate` goes on from there all the same.
-
-    It sees the prompt before it, as in a model without a pipeline.
-    """
+    """Attend with the last query of entries in which it is padding: `generate` goes on from there all the same."""
     N, window, plain = k.shape[2], spec.window, evolve(spec, window=None)
     for span in padded_behind(sequences):
         end = span.first_key + span.keys

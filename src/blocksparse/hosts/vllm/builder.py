@@ -149,11 +149,7 @@ class SplitBatches:
 
 
 def _summary(impls: Iterable[SparsePrefill], how: Sequence[str]) -> str:
-    """Which layers are sparse, from which sizes on and by what, and why the others are not, in one line.
-
-    Args:
-        how: of each kind of sparse layers.
-    """
+    """Which layers are sparse, from which sizes on and by what (`how`), and why others are not, in one line."""
     groups: dict[tuple[str, str], list[int]] = {}
     for impl in impls:
         sparse = impl.attention is not None

@@ -134,11 +134,7 @@ def _wait(full, t, C, pred=True):
 
 @gluon.jit
 def _consume(WG: gl.constexpr, C, given):
-    """Computes attention of 64 queries over the row's tiles of keys.
-
-    When step `t` begins, the keys of tile `t` are in shared memory. The weights of tile `t - 1` are in registers, not yet
-    multiplied with their values.
-    """
+    """Attention of 64 queries; the weights of tile `t - 1` are not yet multiplied with their values when step `t` begins."""
     pointers, bars, bufs, strides, sizes = given
     q_ptr, q_position_ptr, out_ptr, lse_ptr, visited_ptr = pointers
     k_full, v_full, k_empty, v_empty, voted = bars

@@ -128,11 +128,7 @@ def _tile(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys in one tile of slots; nothing changes unless `running`.
-
-    `before` is the sum of weights before the block, and `gain` what the block has added; both stay relative to the running
-    maximum. Masked scores are -inf, and all scores of a query may be masked.
-    """
+    """The online softmax over one tile of slots, if `running`; `gain` is what the block has added to the sum `before` it."""
     k_at = tl.load(slots_at, mask=inside, other=-1)
     there = k_at >= 0
     k_tile = rows_of(k_ptr, k_strides, b, h_key, k_at, there, D, BLOCK_D, False)

@@ -128,10 +128,7 @@ def _take(
     rows, cols, filled, heads_per_key, heads_per_mask, heads_per_row, heads_per_block,
     WORDS: tl.constexpr, WORD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Which columns the queries of a row take by their means, as bits: those not kept that all of them see whole.
-
-    Also after which column there is none, and whether a mean that they take is not finite.
-    """
+    """As bits, the columns that a row takes by their means; after which there is none; whether one is not finite."""
     row, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     keep_at = rows_at(keep_ptr, keep_strides, b, h // heads_per_mask, row)
     q_first, q_last = 0, 0

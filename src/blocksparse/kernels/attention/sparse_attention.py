@@ -119,11 +119,7 @@ def _kernel(tiles: Tiles, approximation: Approximation, change: LogitChange) -> 
 
 
 def _heads_at_a_time(q: Tensor, k: Tensor, v: Tensor, key_slots: Tensor) -> int:
-    """For how many KV heads the keys and values that are moved fit the workspace.
-
-    A chunk of a prompt has little work for each head. So the end of a launch, when few programs still run, is a larger share
-    of it. A chunk therefore gets more room, and so fewer launches.
-    """
+    """For how many KV heads moved keys and values fit the workspace, which is larger for chunks: they have little work."""
     B, heads, N, _ = k.shape
     moved = sum(x.shape[-1] * x.element_size() for x in (k, v)) * B * N * key_slots.shape[1] // heads
     room = _WORKSPACE if q.shape[2] == N else 2 * _WORKSPACE

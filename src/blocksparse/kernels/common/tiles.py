@@ -266,10 +266,7 @@ def portable(
 
 
 def _largest(q_block: int, head_dim: int, itemsize: int, hardware: Hardware) -> tuple[int, int, int, int]:
-    """Queries and keys of the largest tiles, their warps and stages.
-
-    Single precision has smaller ones, since its products keep two parts of every number.
-    """
+    """Queries and keys of the largest tiles, their warps and stages."""
     if hardware.multiplies_from_shared or hardware == INTERPRETER:
         row_bytes = head_dim * itemsize
         large = itemsize <= 2 and 128 < row_bytes <= 256 and (hardware.is_hopper or head_dim <= 128)

@@ -50,10 +50,7 @@ def _launch(
 
 
 def _options(hardware: Hardware) -> dict[str, int]:
-    """Dims that are multiplied at a time, and warps.
-
-    Where NVIDIA's products read from registers, two parts of every number lie there: with more dims they spill.
-    """
+    """Dims that are multiplied at a time, and warps; with more dims, products from registers spill."""
     if hardware.multiplies_from_shared:
         return {"DIMS": 64, "num_warps": 4}
     return {"DIMS": 16 if hardware.is_nvidia else 64, "num_warps": 8}

@@ -80,10 +80,7 @@ def _start_scores(q_bufs, tile, k_bufs, stage, none, C):
 
 @gluon.jit
 def _made_ready(weight, sums, rescale, WEIGHT: gl.constexpr, HALF: gl.constexpr, reference):
-    """Weights as an operand of their product with values, and the rescaled sums that it is added to.
-
-    With a `reference` no sum is ever scaled.
-    """
+    """Weights as an operand of their product with values, and the sums, rescaled unless there is a `reference`."""
     operand = gl.convert_layout(weight.to(HALF), WEIGHT)
     if reference is None:
         sums = rescaled(sums, rescale)
@@ -119,10 +116,7 @@ def _split_slot(items, buffer, C):
 
 @gluon.jit
 def _first_weights(scores, scale, reference, HALF: gl.constexpr, ROUNDED: gl.constexpr):
-    """Weights of a first tile of keys, their sums, and what they are relative to: the row's maximum, or `reference`.
-
-    The last result is a factor of 1 for sums that are still 0.
-    """
+    """Weights of a first tile of keys, their sums, what they are relative to, and a factor of 1 for sums that are 0."""
     x = by_thread(scores)
     highest = gl.full([64, 4], LOWEST, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
     if reference is None:

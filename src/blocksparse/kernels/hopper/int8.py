@@ -66,11 +66,7 @@ def _maximum_asm(lazy):
 
 @gluon.jit
 def _new_maximum(best, highest, LAZY: gl.constexpr):
-    """New maxima `[64, 4]`: the row's maximum of `best` where it passes `highest` by more than `LAZY`, else `highest`.
-
-    `best` is the best logit of a row and thread. A warp without such a row, and most are, does not exchange maxima between
-    threads.
-    """
+    """The row's maximum of `best` `[64, 4]` where it passes `highest` by more than `LAZY`, else `highest`."""
     return gl.inline_asm_elementwise(
         _maximum_asm(LAZY), "=&f,=&f,f,f,f,f", [best, highest], gl.float32, is_pure=True, pack=2
     )
@@ -132,10 +128,7 @@ def kept(weight, WEIGHT: gl.constexpr, C, HALF: gl.constexpr):
 
 @gluon.jit
 def _scales_of(of_tiles, stage, p: gl.constexpr, C, FOUR: gl.constexpr):
-    """The four scales of a piece's keys, and log2 of those of its values (of keys again if values have none), `[1, 4]`.
-
-    Each is for the keys that one of the four threads of a row holds.
-    """
+    """The four scales of a piece's keys, and log2 of those of its values (of keys if values have none), `[1, 4]`."""
     keys = of_tiles.index(stage * C.PIECES + p).slice(0, 4).load(FOUR)
     logs = keys
     if C.PV8:
@@ -145,10 +138,7 @@ def _scales_of(of_tiles, stage, p: gl.constexpr, C, FOUR: gl.constexpr):
 
 @gluon.jit
 def _best_of(piece, factor, THREAD: gl.constexpr):
-    """The best logit of each row and thread, `[64, 4]`: the scale comes after the maximum, which is one of integers.
-
-    For integers one instruction compares three.
-    """
+    """The best logit of each row and thread, `[64, 4]`: of integers, of which one instruction compares three."""
     best = gl.max(gl.max(piece, 1), 2).to(gl.float32)
     return gl.convert_layout(best, THREAD, assert_trivial=True) * factor
 
@@ -162,11 +152,7 @@ def _weights_of(piece, factor, origin, THREAD: gl.constexpr):
 
 @gluon.jit
 def _without(origin, best, met, pv_skip, THREAD: gl.constexpr):
-    """Applies `pv_skip`: the origin to subtract from a piece's logits, and the best logit met by now, both `[64, 4]`.
-
-    Where the row's best logit in the piece is negligible compared with the best one so far, the origin becomes so large that
-    all weights come to 0.
-    """
+    """`pv_skip`: an origin so large that negligible weights of a piece are 0, and the best logit met by now, `[64, 4]`."""
     best = of_threads(gl.max(best, 1), THREAD)
     return gl.where(best - met < pv_skip, -LOWEST, origin), gl.maximum(met, best)
 

@@ -91,10 +91,7 @@ def whole_rows(q: Tensor, out: Tensor, lse: Tensor, lead: int) -> tuple[Tensor, 
 
 
 def _longer(x: Tensor, lead: int) -> Tensor:
-    """Uninitialised `[B, H, lead + M, D]`, with tokens before heads in memory where `x` `[B, H, M, D]` has them so.
-
-    So a copy from one to the other runs along both, and turns nothing.
-    """
+    """Uninitialised `[B, H, lead + M, D]`, with tokens before heads in memory where `x` `[B, H, M, D]` has them so."""
     B, H, M, D = x.shape
     if x.stride(2) > x.stride(1):
         return x.new_empty((B, lead + M, H, D)).transpose(1, 2)

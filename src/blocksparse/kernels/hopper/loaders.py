@@ -133,10 +133,7 @@ def _copy_scales(given, b, h_key, start, barrier, at, by_token, C):
 
 @gluon.jit
 def _copy_keys(given, block, list_at, b, h_key, pieces, first, masked, t, step, C):
-    """Waits for the next stage and starts to load the keys of step `t` of a row's list.
-
-    `block` is the block of the step's first piece; `step` counts all steps of the program, and gives the stage.
-    """
+    """Waits for the stage of `step`, and starts to load the keys of step `t` of a list, whose first piece is in `block`."""
     COLS: gl.constexpr = box_cols(C.DQ, C.QK8)
     BOXES: gl.constexpr = C.DQ // COLS
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])

@@ -137,10 +137,7 @@ def rescaled(sums, rescale):
 
 @gluon.jit
 def _kept(scores, bits):
-    """Scores, with -inf wherever the key's bit is 0. `bits` `[64, 4]` int32 has one for each key of a row and thread.
-
-    Bit 0 is that of the first key. A thread has at most 32 keys of a row, for a tile has at most 128.
-    """
+    """Scores, with -inf where the key's bit is 0, of `bits` `[64, 4]` int32 from the first key of a row and thread on."""
     return on_registers(scores, bits, _keep_asm(scores.shape[1] // 2), "r")
 
 

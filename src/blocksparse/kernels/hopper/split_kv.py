@@ -141,10 +141,7 @@ def _list_of(
     tile, full_count_ptr, partial_count_ptr, count_stride_b, count_stride_h, longest, rows, kv_heads, group, heads_per_mask,
     there, Q_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Of tiles of queries: batch entry, query head, KV head and row, full and partial blocks, and the number of splits.
-
-    Tiles are numbered as `tile_coords` of `hopper/tile_scheduler.py` numbers them, so that those that share keys run side by side.
-    """
+    """Batch entry, query head, KV head, row, full and partial blocks and splits of tiles, numbered as `tile_coords` does."""
     key = tile // (rows * group)
     within = tile % (rows * group)
     b, h_key = key // kv_heads, key % kv_heads

@@ -112,10 +112,7 @@ def _range(
     SAMPLED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stores the greatest finite score of every row among the sampled keys of this share, and minus the least.
-
-    Both are -inf if there is none.
-    """
+    """Stores the greatest finite score of every row among the sampled keys of this share, and minus the least, or -inf."""
     b, h, mean, row, start, there, last = _tile_of_rows(
         mean_ptr, mean_strides, key_heads, heads, G, until, S, D, BLOCK_D, BLOCK_M
     )

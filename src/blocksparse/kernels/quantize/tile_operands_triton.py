@@ -30,10 +30,7 @@ def _fp8_scale(largest):
 
 @triton.jit
 def _values_at(source, slot, inside, at, inverse_at, D: tl.constexpr):
-    """Values in the slots `slot`, their largest entries, and the inverses of their tokens' scales.
-
-    Stores the logarithms of these scales at `at`, and the inverses `inverse_at` entries later.
-    """
+    """Values in slots, their largest entries, and the inverses of their scales; stores these, and the scales' logarithms."""
     x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source = source
     dims = tl.arange(0, D)[None, :]
     x, there = read_tokens(

@@ -117,19 +117,13 @@ def _tokens_in(index_ptr, index_strides, b, h, slot, inside):
 
 @triton.jit
 def _whole(x):
-    """`x` rounded to whole numbers, ties to even, and raised by 12582912 (1.5 * 2^23).
-
-    Floats there are whole numbers, and the lowest byte of such a float is the number itself, in two's complement.
-    """
+    """`x` rounded to even, and raised by 1.5 * 2^23, so that its lowest byte is the number in two's complement."""
     return x + 12582912.0
 
 
 @triton.jit
 def _store(values_ptr, first, second, at, inside, D: tl.constexpr):
-    """Stores the lowest bytes of both halves of the entries of rows.
-
-    The stores have another shape than the loads, or the compiler would arrange the threads of both alike.
-    """
+    """Stores the lowest bytes of both halves of rows, in another shape than the loads, so that threads are arranged anew."""
     for half in tl.static_range(2):
         values = (first, second)[half].to(tl.int32, bitcast=True).to(tl.int8)[:, None, :]
         values_at = values_ptr + half * (D // 2) + at[:, None, None] * D + tl.arange(0, D // 2)[None, None, :]

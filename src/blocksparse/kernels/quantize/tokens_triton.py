@@ -174,10 +174,7 @@ def _tokens(
     x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, start, first, slots, dims, centre,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens from slot `start + first` on less `centre`, `[ROWS, BLOCK_D]` fp32.
-
-    Also their slots, which of these this program writes, and which of them hold a token.
-    """
+    """Tokens `[ROWS, BLOCK_D]` fp32 less `centre`; their slots, which this program writes, and which hold a token."""
     place = first + tl.arange(0, ROWS)
     slot = start + place
     inside = (place < STEP) & (slot >= 0) & (slot < slots)

@@ -98,9 +98,5 @@ def block_similarity(
 
 
 def _token_by_token(x: Tensor) -> Tensor:
-    """`x` `[B, H, N, D]` with the tokens of a head one behind another in memory; a copy only if they are not.
-
-    In other layouts PyTorch may add up the tokens of a block in another order where there are fewer blocks. A `KeyHistory`
-    promises the bits that a call without it has.
-    """
+    """`x` with the tokens of a head one behind another, since PyTorch adds other layouts up in an order that varies."""
     return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()

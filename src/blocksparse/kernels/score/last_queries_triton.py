@@ -346,10 +346,7 @@ def _joined(
     log_sum_ptr, of_tiles_ptr, columns_ptr, bands_ptr, P, programs, tiles, band,
     ROWS: tl.constexpr, PARTS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Stores the means over the queries of weights by block of keys, and by band of distances, `[B, Hq, tiles]`.
-
-    Part `i` of tile `t` is of band `band - 1 - t + i`.
-    """
+    """Stores mean weights by block and by band of distances, `[B, Hq, tiles]`; part `i` is of band `band - 1 - t + i`."""
     head = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     total = joined(log_sum_ptr + head * programs * ROWS, programs, ROWS)
     each = tl.program_id(0) * JOINED + tl.arange(0, JOINED)

@@ -123,11 +123,7 @@ def strided_mass(
 
 
 def _shares(log_sum: Tensor, high: int, before: int, after: int) -> Tensor:
-    """The share that each query cell has of all weights of its row of `high` cells, `[B, Hq, cells]`.
-
-    Args:
-        log_sum: `[B, Hq, cells]`, the logs of the sums of their weights. -inf where there are none.
-    """
+    """The share of each query cell in the weights of its row of `high` cells, `[B, Hq, cells]`, from logs of their sums."""
     rows = pad(log_sum, (before, after), value=float("-inf")).unflatten(2, (-1, high))
     shares = rows.softmax(-1).masked_fill((rows == float("-inf")).all(-1, keepdim=True), 0.0)
     result: Tensor = shares.flatten(2)[:, :, before : before + log_sum.shape[2]]
@@ -135,13 +131,7 @@ def _shares(log_sum: Tensor, high: int, before: int, after: int) -> Tensor:
 
 
 def _softmax(logits: Tensor, eligible: Tensor) -> Tensor:
-    """Softmax over the eligible cells of each row, `[B, Hq, rows, cols]`; overwrites `logits`.
-
-    A row whose logits are all -inf, or that has no eligible cell, holds no mass.
-
-    Args:
-        eligible: bool. It may have fewer heads than `logits`, which then share them.
-    """
+    """Softmax over the eligible cells, in place, `[B, Hq, rows, cols]`; all 0 where no logit is above -inf."""
     grouped, eligible = logits.unflatten(1, (eligible.shape[1], -1)), eligible.unsqueeze(2)
     mass = grouped.masked_fill_(~eligible, float("-inf")).softmax(-1)
     none = grouped.amax(-1, keepdim=True) == float("-inf")

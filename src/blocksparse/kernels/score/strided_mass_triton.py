@@ -99,12 +99,7 @@ def strided_mass_triton(
 
 
 def _options(high: int, block_n: int, wide: int) -> dict[str, int]:
-    """Options of the second kernel.
-
-    These are how many tiles of totals and of sums a program holds at a time, and its warps. `UNROLLED` is how many cells'
-    sums it asks for at once (0 for all). None of them depends on the prompt's length, so that a cell has the same mass in a
-    chunk as in the whole prompt.
-    """
+    """Options of the second kernel, which no length decides: a cell has the same mass in a chunk as in the whole prompt."""
     if high > _MANY:
         sums = max(_SUMS * wide // (high * block_n), 1)
         return {"TILES": 16, "AT_A_TIME": sums, "UNROLLED": 0, "num_warps": 4}

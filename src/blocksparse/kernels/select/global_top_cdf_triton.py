@@ -163,10 +163,7 @@ def _to_ticks(
 
 @triton.jit
 def _cut(cuts_ptr, sums_ptr, total_ptr, mass_ptr, mass_stride, head, h, CROSSING: tl.constexpr):
-    """The bits known of the lightest block's key, and the ticks missing there, both `[1, 1]` int64, after a pass.
-
-    The blocks whose keys have greater bits are all taken. Where nothing is missing the bits are greater than any.
-    """
+    """The known bits of the lightest block's key, greater than any if all are taken, and the ticks missing, `[1, 1]`."""
     one = tl.zeros([1, 1], tl.int32)
     if cuts_ptr is None:  # after the first pass; a block is taken while the sum is below the target
         known = one.to(tl.int64)

@@ -42,10 +42,7 @@ def width_of_rows(cols: int, per_thread: int = _PER_THREAD, least: int = _LEAST)
 
 @triton.jit
 def _guess(low, high, above_low, above_high, target, bisect):
-    """A number between `low` and `high`, if there is one: half way if `bisect`, else by interpolation.
-
-    Interpolation goes as far from `low` to `high` as the target is from the sum above `low` to the sum above `high`.
-    """
+    """A number between `low` and `high`, if there is one: half way if `bisect`, else interpolated between the sums above."""
     span = above_low - above_high
     part = tl.where(span > 0.0, (above_low - target) / tl.where(span > 0.0, span, 1.0), 0.5)
     part = tl.minimum(tl.maximum(0.65 * part + 0.175, 0.02), 0.98)  # to the middle, so that both bounds move

@@ -182,11 +182,7 @@ def _store(taken_ptr, head, line, taken, n, COUNTED: tl.constexpr):
 
 @triton.jit
 def _best(key, low, high, number, n, COLS: tl.constexpr):
-    """Which lines are the first `number` `[1, 1]` fp32 by falling `key` `[1, COLS]`, ties by place.
-
-    Args:
-        low, high: the key of the last one is above `low`, unless the number is 0, and no key is above `high`.
-    """
+    """Which lines are the first `number` `[1, 1]` fp32 by falling `key` in `(low, high]`, ties by place."""
     low = tl.where(number > 0.0, low, high - 1)
     weight = tl.full([1, COLS], 1.0, tl.float32)
     worst = cut(key, weight, low, high, tl.zeros_like(number) + n, number, False)

@@ -154,10 +154,7 @@ def tune(
 
 
 def _losses(session: Session, candidates: Mapping[str, Candidate], some: Sequence[Key]) -> dict[Key, Losses]:
-    """KL over the text and at answers of candidates in units, less that of everything kept.
-
-    Each is a mean over the prompts of about one length, of that length where it is greatest.
-    """
+    """KL over the text and at answers, less that of everything kept, of the length where its mean is greatest."""
     found: dict[Key, dict[int, Losses]] = {key: {} for key in some}
     bench = session.bench
     # One prompt after another, because outputs of layers are held of only one: of which they are, comes first.
