@@ -121,8 +121,7 @@ class Grid(BlockGrid):
         if spec.causal != self.causal:
             raise ValueError(
                 f"these scores, or this mask, were made with causal={self.causal}, and the call has "
-                f"causal={spec.causal}. "
-                "Pass the spec of the call."
+                f"causal={spec.causal}. Pass the spec of the call."
             )
         if (hides := _hiding(spec.window, N)) != self.window:
             raise ValueError(

@@ -78,7 +78,7 @@ class Trace(Generic[PermutationT, ScoresT, MaskT]):
         return distance / norm
 
     def _dense_row(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a row of blocks: dense weights without sinks `[B, Hq, m, N]`, their lse `[B, Hq, m]`, visited pairs."""
+        """Of a row of blocks: dense weights without sinks `[B, Hq, m, N]`, lse `[B, Hq, m]` and visited pairs."""
         query, allowed = self.visited.queries(row), self.visited.pairs(row)
         rows = self.q.gather(2, query.unsqueeze(-1).expand(*query.shape, self.q.shape[-1]))
         logits = self.spec.capped(products(*(x.to(wide_dtype(x)) for x in (rows, self.k))) * self.spec.scale)

@@ -147,8 +147,7 @@ class PageTable:
         if into.numel() < needed or into.dtype != keys.dtype or not into.is_contiguous():
             raise ValueError(
                 f"'into' must be contiguous and have room for {needed} numbers of {keys.dtype}, the keys and "
-                f"values of {N} tokens: {shown(into)}. "
-                "Or call gather(), which allocates."
+                f"values of {N} tokens: {shown(into)}. Or call gather(), which allocates."
             )
         if into.device != keys.device:
             raise ValueError(
@@ -178,9 +177,8 @@ class PageTable:
                 )
             if x.ndim != 4 or x.shape[:3] != keys.shape[:3] or x.shape[2] != self.page_size:
                 raise ValueError(
-                    f"'{name}' must have the shape [pages, Hkv, {self.page_size}, D], with pages and heads as "
-                    f"the keys have them: {shown(x)}. "
-                    "Transpose a cache that has tokens before heads."
+                    f"'{name}' must have the shape [pages, Hkv, {self.page_size}, D], with pages and heads as the "
+                    f"keys have them: {shown(x)}. Transpose a cache that has tokens before heads."
                 )
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"'{name}' must not require grad, as no gradients are computed: {shown(x)}")

@@ -252,9 +252,8 @@ class Sequences(OpaqueBase):
         for i, span in enumerate(self.spans):
             if causal and span.queries > span.keys:
                 raise ValueError(
-                    f"causal attention needs at least as many keys as queries: sequence {i} has "
-                    f"{span.queries} queries and {span.keys} keys. "
-                    "Pass the cached keys too."
+                    f"causal attention needs at least as many keys as queries: sequence {i} has {span.queries} "
+                    f"queries and {span.keys} keys. Pass the cached keys too."
                 )
 
 

@@ -179,7 +179,6 @@ def by_position(stage: object, causal: bool) -> int:
     if not causal:
         raise ValueError(
             f"'{type(stage).__name__}' needs the positions of queries, and a part of a call that is not causal "
-            "does not know them. "
-            "Call with causal=True."
+            "does not know them. Call with causal=True."
         )
     return 1

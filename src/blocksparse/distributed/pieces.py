@@ -52,9 +52,8 @@ def head_tail(lengths: Sequence[int], before: int, cut: int) -> list[list[Piece]
     last = first + lead - length
     if any(other != 2 * length for other in others) or not 0 < last <= length:
         raise ValueError(
-            "head-tail shards must be pieces of one length, but for the outer two: the ranks "
-            f"have {', '.join(map(str, lengths))} tokens. "
-            "Cut them with shard()."
+            "head-tail shards must be pieces of one length, but for the outer two: the ranks have "
+            f"{', '.join(map(str, lengths))} tokens. Cut them with shard()."
         )
     bounds = [before, *(before - lead + length * i for i in range(1, 2 * n)), before + sum(lengths)]
     each = [Piece(*bound) for bound in pairwise(bounds)]
@@ -74,8 +73,7 @@ def cut(tokens: int, ranks: int, before: int, at: int, *, both_ends: bool) -> li
     if any(piece.length < 1 for piece in each):
         raise ValueError(
             f"{tokens} tokens are too few for {count} pieces over {ranks} ranks: pieces begin at multiples of "
-            f"{at} tokens, by which this pipeline chooses blocks. "
-            "Use fewer ranks."
+            f"{at} tokens, by which this pipeline chooses blocks. Use fewer ranks."
         )
     return [[each[rank], each[-1 - rank]] if count > ranks else [each[rank]] for rank in range(ranks)]
 

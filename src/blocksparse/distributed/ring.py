@@ -88,8 +88,7 @@ class Ring(SequenceScheme):
         if before % at:
             raise ValueError(
                 f"the queries of a ring must begin at a multiple of {at} tokens, by which this pipeline chooses "
-                f"blocks, and begin after {before} keys. "
-                "Cut them with shard()."
+                f"blocks, and begin after {before} keys. Cut them with shard()."
             )
         q_pieces, k_pieces = self._pieces(queries, before, at), self._pieces(keys, 0, at)
         refuse_cuts(q_pieces, at, "queries")

@@ -70,8 +70,7 @@ class TokenLayout:
         if not fits or any(n < 0 for n in each) or sum(each) > self.text:
             raise ValueError(
                 f"'before' must count at most 'text' ({self.text}) tokens, once or for each of {len(self.grids)} "
-                f"pictures: {shown(before)}. "
-                "Count text that stands before it."
+                f"pictures: {shown(before)}. Count text that stands before it."
             )
 
     @real.validator

@@ -153,8 +153,7 @@ class Schedule:
         if twice := named_twice(layer % layers for layer in named):
             raise ValueError(
                 f"these of the {layers} layers are named twice, once from the start and once from the end: "
-                f"{twice}. "
-                "Remove one."
+                f"{twice}. Remove one."
             )
         by_layer = {layer % layers: attention for layer, attention in named.items()}
         return tuple(by_layer.get(layer, self.default) for layer in range(layers))
@@ -181,8 +180,7 @@ class Schedule:
                 if not isinstance(by_layer[layer], Pipeline) or by_layer[layer] != by_layer[first]:
                     raise ValueError(
                         f"the layers {group} of 'same_choice' must have one pipeline, and layer {layer} has "
-                        f"{shown(by_layer[layer])}. "
-                        "Give each the same."
+                        f"{shown(by_layer[layer])}. Give each the same."
                     )
                 if choosers[layer] != layer:
                     raise ValueError(

@@ -107,9 +107,8 @@ class Permutation:
         offset = N - M if causal else 0
         if groups != (expected := (offset + M - 1) // self.group - offset // self.group + 1):
             raise ValueError(
-                f"'k_index' must have a key map for each group of {self.group} positions that queries "
-                f"{offset} to {offset + M - 1} lie in, {expected} in all: {groups}. "
-                "Groups count from token 0."
+                f"'k_index' must have a key map for each group of {self.group} positions that queries {offset} to "
+                f"{offset + M - 1} lie in, {expected} in all: {groups}. Groups count from token 0."
             )
 
     def check_contents(self, q: Tensor, k: Tensor) -> None:

@@ -246,9 +246,8 @@ class Candidate:
         for name, value in self.arguments.items():
             if not _plain(value):
                 raise TuneError(
-                    f"argument '{name}' of {self.preset} must be a number, a list of numbers, a name, true, "
-                    f"false or null: {shown(value)}. "
-                    "Edit the plan, or tune again."
+                    f"argument '{name}' of {self.preset} must be a number, a list of numbers, a name, true, false "
+                    f"or null: {shown(value)}. Edit the plan, or tune again."
                 )
         try:
             optional(count).check(band=self.band, last=self.last)

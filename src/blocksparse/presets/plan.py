@@ -158,8 +158,7 @@ class Plan:
         if not 1 <= layers <= _LARGEST or not 1 <= kv_heads <= _LARGEST:
             raise TuneError(
                 f"a model has from 1 to {_LARGEST} layers and KV heads, and the plan names {layers} and "
-                f"{kv_heads}. "
-                "Tune again."
+                f"{kv_heads}. Tune again."
             )
         every = tuple(range(kv_heads))
         heads: dict[int, list[int]] = {}

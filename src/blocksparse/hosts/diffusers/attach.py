@@ -236,9 +236,8 @@ def attach(
     """
     if not isinstance(model, ModelMixin):
         raise TypeError(
-            f"'model' must be a model of diffusers: {type(model).__name__}. "
-            "Of a pipeline give the transformer, of a compiled model the model in it. Language models have "
-            "hosts.transformers.attach."
+            f"'model' must be a model of diffusers: {type(model).__name__}. Of a pipeline give the transformer, "
+            "of a compiled model the model in it. Language models have hosts.transformers.attach."
         )
     schedules = {0: schedule_of(pipeline)} | _by_step(by_step)
     if not isinstance(dense_steps, Sequence) or not all(map(is_whole, dense_steps)):

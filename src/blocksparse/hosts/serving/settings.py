@@ -142,8 +142,7 @@ class Settings:
         if settings.min_queries <= (most := 1 + 2 * served.draft_tokens):
             raise ValueError(
                 f"'min_queries' must be above {most}, the most queries that a request has while it decodes: "
-                f"{settings.min_queries}. "
-                "Raise it."
+                f"{settings.min_queries}. Raise it."
             )
         return settings
 
@@ -208,8 +207,7 @@ def _check_heads(pipeline: Pipeline[Any, Any, Any], served: Served) -> None:
         except ValueError:
             raise ValueError(
                 f"a pipeline must have one number for all heads, because each of {served.ranks} GPUs has some of "
-                f"the heads: {shown(pipeline)}. "
-                "Give one number."
+                f"the heads: {shown(pipeline)}. Give one number."
             ) from None
 
 

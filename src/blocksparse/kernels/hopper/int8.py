@@ -53,14 +53,12 @@ def _maximum_asm(lazy):
     """
     lazy = float(lazy)
     return (
-        "{ .reg .pred p, q; .reg .f32 a, b, c, d, e, f;"
-        f" add.f32 c, $4, {lazy}; add.f32 d, $5, {lazy}; setp.gt.f32 p, $2, c; setp.gt.f32 q, $3, d;"
-        " or.pred p, p, q; vote.sync.any.pred p, p, -1; mov.f32 $0, $4; mov.f32 $1, $5; @!p bra DONE;"
-        " shfl.sync.bfly.b32 a, $2, 2, 31, -1; shfl.sync.bfly.b32 b, $3, 2, 31, -1;"
-        " max.f32 a, a, $2; max.f32 b, b, $3;"
-        " shfl.sync.bfly.b32 e, a, 1, 31, -1; shfl.sync.bfly.b32 f, b, 1, 31, -1;"
-        " max.f32 a, a, e; max.f32 b, b, f; setp.gt.f32 p, a, c; setp.gt.f32 q, b, d;"
-        " selp.f32 $0, a, $4, p; selp.f32 $1, b, $5, q; DONE: }"
+        f"{{ .reg .pred p, q; .reg .f32 a, b, c, d, e, f; add.f32 c, $4, {lazy}; add.f32 d, $5, {lazy}; "
+        "setp.gt.f32 p, $2, c; setp.gt.f32 q, $3, d; or.pred p, p, q; vote.sync.any.pred p, p, -1; mov.f32 $0, "
+        "$4; mov.f32 $1, $5; @!p bra DONE; shfl.sync.bfly.b32 a, $2, 2, 31, -1; shfl.sync.bfly.b32 b, $3, 2, 31, "
+        "-1; max.f32 a, a, $2; max.f32 b, b, $3; shfl.sync.bfly.b32 e, a, 1, 31, -1; shfl.sync.bfly.b32 f, b, 1, "
+        "31, -1; max.f32 a, a, e; max.f32 b, b, f; setp.gt.f32 p, a, c; setp.gt.f32 q, b, d; selp.f32 $0, a, $4, "
+        "p; selp.f32 $1, b, $5, q; DONE: }"
     )
 
 

@@ -246,8 +246,7 @@ def _download(shipped: Shipped, source: Path) -> None:
         source.unlink()
         raise UserError(
             f"the downloaded parts of {names[0]} do not make the expected file: their sha256 is {found}, not "
-            f"{shipped.sha256}. "
-            "Remove them and try again."
+            f"{shipped.sha256}. Remove them and try again."
         )
 
 
