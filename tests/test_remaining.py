@@ -206,11 +206,7 @@ def test_the_union_of_auto_is_one_launch() -> None:
     [
         (lambda: bs.Sequences.packed([3, 4], remaining=[1]), ValueError, r"an entry per sequence \(2\): 1"),
         (lambda: bs.Sequences.packed([3], remaining=[-1]), ValueError, "'remaining' must not be below 0"),
-        (
-            lambda: bs.Sequences.packed([3], remaining=WRONG),
-            TypeError,
-            "'remaining' must be a sequence of whole",
-        ),
+        (lambda: bs.Sequences.packed([3], remaining=WRONG), TypeError, "'remaining' must be a sequence of whole"),
     ],
 )
 def test_wrong_numbers_are_refused(make: Any, error: type[Exception], words: str) -> None:

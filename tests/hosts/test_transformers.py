@@ -140,10 +140,7 @@ def in_chunks(
 
 
 def attached(
-    model: Any,
-    recorder: DensityRecorder | None,
-    pipeline: LayerPipeline | Schedule = DENSE_LIMIT,
-    **options: Any,
+    model: Any, recorder: DensityRecorder | None, pipeline: LayerPipeline | Schedule = DENSE_LIMIT, **options: Any
 ) -> Attachment:
     limits: dict[str, Any] = {"min_tokens": 16, "min_queries": 2, "min_window": 16}
     return attach(model, pipeline, recorder=recorder, **limits | options)

@@ -33,11 +33,7 @@ from tests.hosts.test_transformers import (
 from tests.largest import Largest
 from tests.stages import DenseBelow
 
-from blocksparse import (
-    AutoExecutor,
-    FlashAttention4Executor,
-    HeadGroups,
-)
+from blocksparse import AutoExecutor, FlashAttention4Executor, HeadGroups
 from blocksparse.hosts.transformers import DensityRecorder, attach
 
 

@@ -13,12 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 pytest.importorskip("cattrs")
 
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from blocksparse import Schedule
 from blocksparse.hosts.transformers import DensityRecorder, attach
