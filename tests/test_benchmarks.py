@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 from benchmarks import (
     audit_table,
+    auto_calls,
     call_tables,
     concept_pictures,
     crossover_table,
@@ -22,6 +26,7 @@ from benchmarks import (
     run,
     same_bits,
     stage_tables,
+    two_trees,
     window_table,
 )
 from benchmarks.cases import FULL, TINY, Plan, Preset
@@ -29,7 +34,11 @@ from benchmarks.inputs import Case, everything, structured
 from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
 from benchmarks.report import TABLES, Row, markdown, milliseconds
 from benchmarks.serving import __main__ as serving
+from benchmarks.serving.load import ANSWERS, LENGTHS, Arrival, Latency, percentile, poisson
+from benchmarks.serving.report import tables
+from benchmarks.serving.turns import Case as Load
 from benchmarks.timing import ROUNDS, Call, Candidate, WrongOutputError, check, measure, medians, ready
+from benchmarks.triton_versions import compared
 from torch import Tensor
 
 import blocksparse as bs
@@ -346,3 +355,197 @@ def test_what_cannot_be_served_is_said_before_an_engine_starts(
     with pytest.raises(SystemExit):
         serving._options()
     assert says in capsys.readouterr().err
+
+
+# The evidence about `auto`, at tiny sizes
+
+
+def test_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, named = tmp_path / "calls.json", ["auto", "mean pooling", "minference(300, 500)"]
+    sizes = ["--tokens", "700", "--heads", "2", "1", "--budget", "1"]
+    auto_calls.main([*sizes, "--methods", *named, "--json", str(out)])
+    rows: dict[str, dict[str, Any]] = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["cuDNN dense", "FA2 dense", *named]
+    assert "why" in rows["cuDNN dense"]  # which has no GPU here
+    for name in named:
+        row = rows[name]
+        assert row["ms"] > 0
+        assert row["choosing"] > 0
+        assert row["attending"] > 0
+        assert row["times dense"] == pytest.approx(rows["FA2 dense"]["ms"] / row["ms"])
+        assert 0 < row["density"] <= 1
+        assert 0 <= row["otherwise in fp32"] <= row["blocks"]
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    with pytest.raises(SystemExit):
+        auto_calls.main(["--methods", "none such"])
+    made = auto_calls.methods(bs.AutoExecutor(dense_below=0))
+    assert made["auto"]() == bs.auto()
+
+
+def test_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import auto_model
+
+    from tests.tiny_model import byte_tokenizer, save_tiny
+
+    save_tiny(tmp_path, byte_tokenizer())
+    out, given = tmp_path / "model.json", ["--model", str(tmp_path), "--only", "auto", "skip_softmax"]
+    auto_model.main(["quality", *given, "--samples", "0", "600", "--windows", "1", "--json", str(out)])
+    found = json.loads(out.read_text())
+    dense, *others = found["rows"]
+    assert (dense["kl"], dense["density"]) == (0, 1)
+    assert [row["setting"] for row in others] == ["balanced", "careful", "fast", "100", "1000", "5000"]
+    assert all(abs(row["kl"]) < 1e-3 for row in others if row["preset"] == "auto")  # all blocks are kept
+    assert {row["density"] for row in others if row["preset"] == "skip_softmax"} == {None}
+
+    quality = tmp_path / "quality.json"
+    out.rename(quality)
+    auto_model.main(["times", "600", "2000", *given, "--repeats", "1", "--at-once", "1200", "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["tokens"], row["batch"]) for row in rows} == {(600, 2), (2000, 1)}  # the second by YaRN
+    assert all(row["attention_ms"] > 0 for row in rows)
+    capsys.readouterr()
+    auto_model.main(["table", "--from", str(quality), str(out)])
+    heads, *lines = [line.strip("| \n").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert heads[2:6] == ["density, 600", "KL, 600", "score, 600", "ms, 600"]
+    assert [line[1] for line in lines] == [row["setting"] for row in others]
+    for line, row in zip(lines, others, strict=True):
+        assert float(line[3]) == pytest.approx(row["kl"], abs=1e-4)
+        assert float(line[5]) > 0
+        assert line[6:9] == ["-"] * 3  # KL was not measured at the other length
+    auto_model.main(["times", "600", *given, "--seconds", "0", "--json", str(out)])
+    assert "the time is over at dense" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        auto_model.main(["quality", "--only", "none such"])
+
+
+# `benchmarks.serving`, without vLLM: loads, their latencies, and tables of results
+
+
+def test_cases() -> None:
+    assert Load.read("16x1000x64") == (16, 1000, 64, 8192)
+    assert Load.read("1x65536@2048*3") == (1, 65536, 1, 2048)
+
+
+def test_arrivals_are_the_same_for_all_engines_and_mixed_as_stated() -> None:
+    arrivals = poisson(20.0, 100.0)
+    assert arrivals == poisson(20.0, 100.0)
+    assert arrivals != poisson(20.0, 100.0, seed=1)
+    assert len(arrivals) == pytest.approx(2000, rel=0.1)
+    assert all(a.at < b.at for a, b in pairwise(arrivals))
+    for share, least, most in LENGTHS:
+        found = sum(least <= arrival.tokens <= most for arrival in arrivals) / len(arrivals)
+        assert found == pytest.approx(share, abs=0.04)
+    assert {min(ANSWERS), max(ANSWERS)} >= {min(a.answer for a in arrivals), max(a.answer for a in arrivals)}
+
+
+@pytest.mark.parametrize("q", [50, 95, 99])
+def test_percentiles_are_those_of_numpy(q: float) -> None:
+    seconds = np.random.default_rng(0).random(37)
+    assert percentile(list(seconds), q) == pytest.approx(1000 * float(np.percentile(seconds, q)))
+
+
+def test_latencies() -> None:
+    """The second request loses its last token, the third all of them."""
+    arrivals = [Arrival(1.0, 100, 3), Arrival(2.0, 100, 3), Arrival(2.5, 100, 2)]
+    found = Latency.of(arrivals, [[1.5, 1.6, 1.8], [3.0, 3.1], []])
+    assert (found.requests, found.finished) == (3, 1)
+    assert found.requests_per_s == pytest.approx(1 / 2.1)
+    assert found.ttft_ms["p50"] == pytest.approx(750)
+    assert found.itl_ms == pytest.approx({"p50": 100, "p99": 198})
+
+
+def test_tables_of_a_run() -> None:
+    def score(engine: str, task: str, *scores: float) -> dict[str, Any]:
+        return {"kind": "task", "tokens": 16384, "task": task, "engine": engine, "scores": scores}
+
+    latency = Latency.of([Arrival(0.0, 100, 2)], [[0.5, 0.51]])
+    lines: list[dict[str, Any]] = [
+        {"kind": "options", "compiled": True, "model": "qwen", "yarn": 0, "date": "2026-11-28"},
+        {"kind": "engine", "engine": "stock", "versions": {"vllm": "0.32.0"}},
+        {
+            "kind": "case",
+            "case": "1 x 8",
+            "seconds": {"stock": [9.0, 2.0, 2.0, 4.0], "auto": [5.0, 1.0, 1.0, 1.0]},
+        },
+        score("stock", "single", 1.0, 1.0),
+        score("auto", "single", 1.0, 0.0),
+        score("stock", "tracking", 0.0, 0.0),  # which the others were not asked
+        {"kind": "load", "rate": 4.0, "seconds": 9.0, "engine": "auto"} | asdict(latency),
+    ]
+    text = tables(lines)
+    assert "### qwen, compiled with CUDA graphs, 2026-11-28" in text
+    assert "| 1 x 8 | 2.000 | 1.000 | 2.00 | 4.50 / 5.00 |" in text
+    assert "| 16384 | auto | 50.0 | -50.0 (" in text
+    assert "| 16384 | left out: tracking |" in text
+    assert "| 4 | auto | 1 of 1 | 1.96 | 500 | 500 | 500 | 10.00 | 10.00 |" in text
+
+
+# Two trees take turns
+
+
+class Answering:
+    """A process that builds some rows and says how long each takes, in turns."""
+
+    def __init__(self, rows: dict[str, list[float]]) -> None:
+        self.stdin, self.stdout = io.StringIO(), self
+        self._said: Iterator[str] = iter([json.dumps(list(rows))])
+        self._times = {name: iter(times) for name, times in rows.items()}
+
+    def readline(self) -> str:
+        if asked := self.stdin.getvalue().splitlines():
+            self.stdin.seek(0)
+            self.stdin.truncate()
+            return json.dumps(next(self._times[asked[-1]]))
+        return next(self._said)
+
+    def communicate(self) -> tuple[str, str]:
+        return "", ""
+
+
+def test_rows_have_names_of_their_own() -> None:
+    names = [str(point) for point in two_trees.points(two_trees.TABLES, 32768)]
+    assert len(set(names)) == len(names)
+    assert {name.partition(":")[0] for name in names} == set(two_trees.TABLES)
+    assert "rates: kernel, 131072 tokens, D=128, blocks of 128 and 128, 10%" in names
+
+
+def test_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The clock halves in the second turn, and who comes second is slower by a quarter: not so the ratio."""
+    trees = {"old": {"both": [2.0, 5.0], "gone": [1.0] * 2}, "new": {"both": [1.25, 2.0], "new": [1.0] * 2}}
+    started: list[tuple[str, ...]] = []
+
+    def start(folder: str, *arguments: str) -> Any:
+        started.append((folder, *arguments))
+        return Answering(trees[folder] if "answer" in arguments else {})
+
+    monkeypatch.setattr(two_trees, "start", start)
+    out = tmp_path / "found.json"
+    two_trees.main(["before=old", "after=new", "--turns", "2", "--out", str(out)])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["row"] == "both"
+    assert (row["before ms"], row["after ms"]) == (3.5, 1.625)
+    assert row["ratio"] == pytest.approx(0.5)
+    assert row["turns"] == {"before": [2.0, 5.0], "after": [1.25, 2.0]}
+    assert "0.500" in capsys.readouterr().out
+    assert sum("compile" in arguments for arguments in started) == 8
+    with pytest.raises(SystemExit):
+        two_trees.main(["before=old"])
+
+
+# Several processes of each version of Triton
+
+
+def test_processes_are_compared_with_those_beside_them() -> None:
+    rounds = {
+        "3.6": [[{"a": 1.0, "b": 5.0}, {"a": 2.0, "b": 5.0}, {"a": 1.5, "b": 5.0}], [{"a": 3.0, "b": 5.0}] * 3],
+        "3.9": [[{"a": 1.1}, {"a": 2.2}, {"a": 1.65}], [{"a": 3.3}] * 3],
+    }
+    a, b = compared(rounds)
+    assert a["call"] == "a"
+    assert abs(a["over"]["3.9"] - 1.1) < 1e-9
+    assert a["ms"]["3.6"] == 2.25
+    assert a["by_process"]["3.6"] == [1.5, 3.0]
+    assert a["spread"] == 2
+    assert b["over"] == {"3.6": 1.0}
+    assert b["spread"] == 1

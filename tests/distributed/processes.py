@@ -22,7 +22,6 @@ PRELOADED = [
     "torch._inductor",
     "torch._functorch.aot_autograd",
     "tests.distributed.test_schemes",
-    "tests.distributed.test_failures",
 ]
 
 

@@ -1,7 +1,10 @@
-"""How many times a kernel is compiled for prompts of many lengths: a handful, or calls stall for seconds now and then."""
+"""Kernels compiled ahead: none is left out, each that fails is a reason, and many lengths compile few forms."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+import re
 from collections import Counter
 from typing import Any
 
@@ -9,9 +12,123 @@ import pytest
 import torch
 
 from blocksparse.testing import every_preset, make_qkv
+from tests.kernels.ahead import ping_pong_barriers
+from tests.kernels.compile_ahead import multiplies
 from tests.kernels.scripts import printed_by
 from tests.machine import HOPPER, needs_gpu
 from tests.on_kernels import small_preset
+
+pytest.importorskip("triton")
+from blocksparse import kernels
+from blocksparse.launch.launches import LookedUp, Remembered
+from tests.kernels.machine_code import Code, wrong_order
+
+
+def of_the_package() -> set[str]:
+    """`top_k_triton._kernel` and all others that are launched."""
+    names = [x.name for x in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    modules = [importlib.import_module(x) for x in names if not x.endswith("flash_attention_4_mask")]  # CuTe's
+    launched = {
+        x.jit.fn for module in modules for x in vars(module).values() if isinstance(x, LookedUp | Remembered)
+    }
+    return {f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}" for fn in launched}
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
+    """Each once for Hopper, and what multiplies for CDNA 3; `make compile-ahead` has every GPU, dtype and form."""
+    printed = printed_by("compile_ahead", "sm_90", "gfx942", "--dtypes", "bf16", "--dims", "128", "--once")
+    compiled: dict[str, set[str]] = {}
+    for target, _, _, kernel, *_ in (line.split() for line in printed.splitlines()[:-1]):
+        compiled.setdefault(target, set()).add(kernel)
+    every = of_the_package()
+    assert len(every) > 40
+    assert compiled["sm_90"] == every
+    assert compiled["gfx942"] == {x for x in every if multiplies(x) and "_hopper." not in x}
+
+
+GO_ON = {  # other kernels run instead
+    "gather_attention_hopper._kernel", "int8_attention_hopper._kernel", "split_kv._split", "split_kv._combine",
+    "sparse_attention_hopper._kernel", "tile_operands_triton.value_kernel", "tile_rotation_triton.key_kernel",
+    "tile_rotation_triton.query_kernel",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_kernel_that_fails_is_a_reason() -> None:
+    said = dict(line.split(" ", 1) for line in printed_by("plant_failures").splitlines())
+    assert set(said) == of_the_package()
+    assert {kernel for kernel, what in said.items() if what == "goes on"} == GO_ON
+    for kernel in said.keys() - GO_ON:
+        of_a_stage = (
+            f"LaunchError: {kernel} cannot be compiled or launched on this device .*: try other blocks or .*"
+        )
+        of_an_executor = f"UnsupportedError: \\w+Executor cannot run .*: {kernel} cannot be .* (Use|Choose) .*\\."
+        assert re.fullmatch(f"{of_a_stage}|{of_an_executor}", said[kernel]), said[kernel]
+        assert "\\n" not in said[kernel]
+
+
+@pytest.mark.parametrize(
+    ("planted", "wrong"),
+    [
+        ("", []),
+        ("bar.sync 14, 128;", ["14"]),  # of another role's warps
+        ("barrier.cta.sync.aligned 15;", ["15"]),
+        ("bar.sync %r7, 64;", ["14", "15"]),
+        ("bar.arrive 13, 256;", ["13"]),  # for which nobody waits
+    ],
+)
+def test_a_turn_that_others_take_is_seen(planted: str, wrong: list[str]) -> None:
+    """That no kernel has one is looked at where they are compiled (`compile_ahead.py`)."""
+    own = "bar.sync 0, 128; barrier.sync 1; bar.warp.sync -1; "
+    turns = "bar.sync 14, 256; bar.arrive 15, 256; bar.sync 15, 256; bar.arrive 14, 256; "
+    assert sorted(ping_pong_barriers(own + turns + planted)[1]) == wrong
+    assert ping_pong_barriers(own) == (set(), [])
+
+
+def listed(*code: str) -> Code:
+    """A loop of these instructions, each repeated by a number in front of it; `END` is the address of the last wait."""
+    lines = [line for text in code for line in [text.lstrip("0123456789 ")] * int(text.split()[0])]
+    end = next(i for i, line in enumerate(lines) if "gsb0, 0x0" in line)
+    return [(16 * i, line.replace("END", f"{16 * end:#x}")) for i, line in enumerate(lines)]
+
+
+WAIT = "1 WARPGROUP.DEPBAR.LE gsb0, 0x0"
+BEFORE = ("1 HGMMA.64x128x16 R24, gdesc[UR8], R24", "1 WARPGROUP.DEPBAR.LE gsb0, 0x1", "1 @!P0 BRA 0x30")
+FIRST = ("32 FFMA R1, R2, UR4, R3", "16 MUFU.EX2 R1, R1", "1 @!P0 BRA END")
+SECOND = ("8 FADD R4, R4, R1", "16 MUFU.EX2 R2, R2", "8 FADD R4, R4, R1", "1 @!P0 BRA END")
+LAST = ("16 FADD R4, R4, R2", "1 @!P0 BRA END", "9 MUFU.EX2 R2, R2", WAIT, "1 @P0 BRA 0x0")
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ((*BEFORE, *FIRST, *SECOND, *LAST), ""),
+        ((*BEFORE, *FIRST[:2], *SECOND, *LAST), "0 pieces of code"),  # a branch is dropped
+        ((*BEFORE, *FIRST[:2], "1 FADD R4, R4, R1", FIRST[2], *SECOND, *LAST), "(16, 1, 32)"),  # a sum is early
+        ((*BEFORE, "31 FFMA R1, R2, R4, R3", *FIRST[1:], "1 FFMA R1, R2, R4, R3", *SECOND, *LAST), "(16, 16, 1)"),
+        ((*BEFORE, *FIRST, *SECOND[:3], *SECOND[1:], *LAST), "(32, 24, 0)"),  # powers of a part to come
+        ((*BEFORE, *FIRST, *SECOND, *LAST[:4], "7 MUFU.EX2 R2, R2", LAST[4]), "7 powers stand behind"),
+        ((*BEFORE, *FIRST, *SECOND, *LAST[:4]), "0 loops"),
+    ],
+)
+def test_a_wrong_order_in_machine_code_is_seen(code: tuple[str, ...], wrong: str) -> None:
+    found = wrong_order(listed(*code), consumers=1, scores=32)
+    assert bool(found) == bool(wrong)
+    assert all(wrong in x for x in found[:1])
+
+
+def test_weights_that_are_rounded_at_once_have_no_parts() -> None:
+    assert wrong_order(listed(*BEFORE, *FIRST, *LAST), consumers=1, scores=0) == []
+    assert wrong_order(listed(*BEFORE, *FIRST, *LAST), consumers=2, scores=0)
+
+
+@pytest.mark.slow
+def test_branches_keep_the_order_of_machine_code() -> None:
+    """By the ptxas of this Triton; `make compile-ahead TRITON=3.9.0` looks at all kernels, by that of another one."""
+    printed = printed_by("compile_ahead", "--order")
+    assert re.search(r"wrong order: \[\]; without 8 branches: \['", printed)
+
 
 LIMIT = 5
 # Of the first, sums are taken in an order that the width of a row decides, and the scores of a width must not change; the

@@ -1,0 +1,527 @@
+"""What is refused, in one sentence before any work: mistakes of users, and drawn calls and arguments."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import operator
+import random
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+import blocksparse as bs
+from blocksparse.check.per_head import HeadValues
+from blocksparse.testing import assert_within_budget, every_preset, make_qkv
+from blocksparse.tools.cli.main import main
+from tests.arguments import KINDS, TARGETS
+from tests.tiny_model import tiny_llama
+
+# A thousand generated bad arguments: each is refused with a message that names it
+
+
+ARGUMENTS: list[tuple[Any, ...]] = [
+    (target, given, *pair.split("=")) for target, given, arguments in TARGETS for pair in arguments.split()
+]
+
+
+def sentence(error: pytest.ExceptionInfo[Exception] | Exception) -> str:
+    """The message, which has one line."""
+    error = error.value if isinstance(error, pytest.ExceptionInfo) else error
+    text = str(error)
+    assert len(error.args) == 1, error.args
+    assert "\n" not in text
+    assert 10 < len(text) < 300, text
+    return text
+
+
+def test_every_argument_is_listed() -> None:
+    for target, given, arguments in TARGETS:
+        listed = {pair.split("=")[0] for pair in arguments.split()}
+        assert listed == set(inspect.signature(target).parameters), (
+            f"give each argument of {target.__name__} a rule of blocksparse.check, or a kind in tests/arguments.py"
+        )
+        target(**given)
+    targets = {target for target, _, _ in TARGETS}
+    assert targets.issuperset(every_preset.values()), "add the preset to TARGETS of tests/arguments.py"
+
+
+def test_a_thousand_bad_arguments() -> None:
+    rng = random.Random(0)
+    wrong, count = [], 0
+    for target, given, name, kind in ARGUMENTS:
+        # The one rule for what is legal: None, where a "?" says that it means something.
+        bad = KINDS[kind.rstrip("?")] + ([] if kind.endswith("?") else [lambda _: None])
+        for draw in rng.sample(bad, 6):
+            value, count = draw(rng), count + 1
+            case = f"{getattr(target, '__name__', target)}({name}={value!r:.60})"
+            others = {} if (target, name) == (bs.TopK, "share") else given
+            try:
+                target(**{**others, name: value})
+            except (TypeError, ValueError) as error:
+                if f"'{name}'" not in sentence(error):
+                    wrong.append(f"{case} says {error}")
+            except Exception as error:
+                wrong.append(f"{case} raises {error!r}")
+            else:
+                wrong.append(f"{case} is accepted")
+    assert not wrong, "\n".join(wrong)
+    assert count > 1000
+
+
+@pytest.mark.parametrize("other", [3, None, "Sink", bs.Identity(), bs.Sink, True])
+def test_selectors_join_with_selectors_alone(other: Any) -> None:
+    for join in (operator.or_, operator.and_):
+        for pair in ((bs.Sink(), other), (other, bs.TopCdf(0.5) | bs.Sink())):
+            with pytest.raises(TypeError, match="unsupported operand type") as error:
+                join(*pair)
+            sentence(error)
+
+
+def trace_of(**sizes: Any) -> Any:
+    return bs.mean_pooling(block=16, executor=bs.ReferenceExecutor()).trace(*make_qkv(N=40, D=8, **sizes))
+
+
+@pytest.mark.parametrize("row", [-1, 3, 2**40, True, 1.0, None, "0", torch.tensor(0)])
+def test_rows_that_are_not_there(row: Any) -> None:
+    mask = trace_of().mask
+    for rows_of in (mask.pairs, mask.queries, mask.slots):
+        with pytest.raises((TypeError, ValueError), match="'row' must be") as error:
+            rows_of(row)
+        sentence(error)
+    assert mask.pairs(np.int64(2)).shape == (1, 4, 8, 40)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        mask | row
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, True, None, 3, 2**70])
+def test_refining_by_what_does_not_divide(n: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="'n' must") as error:
+        trace_of().mask.refine(n)
+    sentence(error)
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "said"),
+    [
+        (bs.bfla, {"tile": 0}, "'tile' must be a whole number from 1 to 16384: 0"),
+        (bs.bfla, {"block": 2**40}, "'block' must be a whole number from 1 to 16384: 1099511627776"),
+        (bs.bfla, {"n_local": 1, "n_local_tiles": 1}, "give 'n_local' or 'n_local_tiles', not both: 1 and 1"),
+        (bs.bfla, {"tile": 96}, "'block' must be a multiple of 'tile' (96): 256"),
+        (bs.s2o, {"block": 0}, "'block' must be a whole number from 1 to 16384: 0"),
+        (bs.s2o, {"S": 0}, "'S' must be a whole number from 1 to 16384: 0"),
+        (bs.s2o, {"S": 100}, "'S' must be a multiple of 'block' (64): 100"),
+        (bs.pbs_attn, {"S": 2.5}, "'S' must be a whole number, at least 1: 2.5"),
+        (bs.pbs_attn, {"S": 200}, "'S' must be a multiple of 'block' (128): 200"),
+        (bs.pbs_attn_plus, {"S": 200}, "'S' must be a multiple of 'block' (128): 200"),
+        (bs.pbs_attn, {"mass": 2}, "'mass' must be a number in (0, 1], or one per query head: 2"),
+        (bs.xattention, {"block": 20}, "'block' must be a multiple of 'stride' (8): 20"),
+        (bs.sparge, {"mass": [0.5], "share": 0.5}, "give 'mass' or 'share', not both: [0.5] and 0.5"),
+        (
+            bs.mean_pooling,
+            {"executor": 0},
+            "'executor' must be an Executor: 0. The order is permuter, scorer, selector, executor.",
+        ),
+    ],
+)
+def test_presets_use_the_names_of_their_arguments(preset: Any, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        preset(**arguments)
+    assert sentence(error) == said
+
+
+def test_numbers_of_other_libraries_become_pythons() -> None:
+    two: Any = np.int8(2)
+    assert repr(bs.SegmentKeySort(two, last_q=two)) == repr(bs.SegmentKeySort(2, last_q=2))
+    assert repr(bs.NoScorer(two, k_block=two)) == repr(bs.NoScorer(2, k_block=2))
+    assert repr(bs.TileOrder((two, 2, 2), (1, two, 2))) == repr(bs.TileOrder((2, 2, 2), (1, 2, 2)))
+    assert repr(bs.Schedule(None, dense=[two])) == repr(bs.Schedule(None, dense=[2]))
+    assert repr(bs.Schedule(None, layers={two: None})) == repr(bs.Schedule(None, layers={2: None}))
+    assert repr(bs.HeadGroups({(two, 1): None})) == repr(bs.HeadGroups({(2, 1): None}))
+    assert repr(bs.bfla(tile=two * 32, n_local_tiles=two * 50)) == repr(bs.bfla(n_local=6400))
+    half: Any
+    for half in (np.float64(0.5), np.float16(0.5), torch.tensor(0.5), torch.tensor(0.5, dtype=torch.bfloat16)):
+        assert repr(bs.TopCdf(half)) == repr(bs.TopCdf(0.5))
+        assert type(bs.TopCdf(half).mass) is float
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [0.5, 1],
+        (np.float32(0.5), torch.tensor(1)),
+        torch.tensor([0.5, 1]),
+        torch.tensor([0.5, 1], dtype=torch.float8_e4m3fn),
+        torch.tensor([0.5, 9, 1])[::2],
+    ],
+)
+def test_one_number_per_head(given: Any) -> None:
+    values = bs.TopCdf(given).mass
+    assert isinstance(values, HeadValues)
+    assert values.values.tolist() == [0.5, 1.0]
+    assert values.values.dtype == torch.float64
+
+
+def test_numbers_that_wait_for_a_gradient() -> None:
+    """Nobody would ever compute it."""
+    for given in (torch.ones(2, requires_grad=True), torch.tensor(0.5, requires_grad=True)):
+        with torch.enable_grad(), pytest.raises(TypeError, match=r"that requires grad \(detach it\)"):
+            bs.TopCdf(given)
+        bs.TopCdf(given)  # under no_grad it is no matter
+
+
+def test_budgets_are_of_tensors_of_one_shape() -> None:
+    x: Any = torch.ones(3)
+    for arguments, name in (((3, x, x), "got"), ((x, x.int(), x), "want"), ((x, x, torch.ones(1)), "yardstick")):
+        with pytest.raises((TypeError, ValueError), match=f"'{name}' must") as error:
+            assert_within_budget(*arguments)
+        sentence(error)
+
+
+def test_more_queries_than_keys_are_drawn() -> None:
+    q, k, v = make_qkv(M=7, N=5, D=4)
+    assert (q.shape[2], k.shape[2], v.shape[2]) == (7, 5, 5)
+    assert torch.equal(make_qkv(M=3, N=5, D=4)[0], make_qkv(N=5, D=4)[0][:, :, 2:])
+
+
+# Generated calls that cannot be: other ranks, sizes, dtypes, layouts and devices, arguments in wrong places
+
+
+Call = dict[str, Any]
+Spoil = Callable[[random.Random, Call], None]
+
+
+def names(rng: random.Random) -> str:
+    return rng.choice("qkv")
+
+
+def one(change: Callable[[torch.Tensor, random.Random], Any], of: str = "qkv") -> Spoil:
+    """Change one of the tensors."""
+
+    def spoil(rng: random.Random, call: Call) -> None:
+        name = rng.choice(of)
+        call[name] = change(call[name], rng)
+
+    return spoil
+
+
+def every(change: Callable[[torch.Tensor], Any]) -> Spoil:
+    """Change all of the tensors."""
+    return lambda _, call: call.update({name: change(call[name]) for name in "qkv"})
+
+
+def put(**values: Callable[[random.Random], Any]) -> Spoil:
+    """Replace arguments."""
+    return lambda rng, call: call.update({name: value(rng) for name, value in values.items()})
+
+
+def swap(order: str) -> Spoil:
+    """The tensors in another order."""
+    return lambda _, call: call.update(zip("qkv", [call[name] for name in order], strict=True))
+
+
+def cut(x: torch.Tensor, rng: random.Random, axes: tuple[int, ...]) -> torch.Tensor:
+    """One entry fewer along one axis."""
+    return x.narrow(axis := rng.choice(axes), 0, x.shape[axis] - 1)
+
+
+SPOILS: dict[str, Spoil] = {
+    "no tensor": one(lambda x, rng: rng.choice([None, 3, "q", x.tolist(), x.numpy(), (x,), np.zeros(3)])),
+    "another rank": one(lambda x, rng: rng.choice([x[0], x[0, 0], x[None], x.flatten(), x.sum()])),
+    "nothing along an axis": one(lambda x, rng: x.narrow(rng.randrange(4), 0, 0)),
+    "whole numbers": one(lambda x, rng: x.to(rng.choice([torch.int8, torch.int64, torch.bool, torch.uint8]))),
+    "complex": one(lambda x, _: x.to(torch.complex64)),
+    "another batch": one(lambda x, _: torch.cat((x, x))),
+    "another dtype": one(lambda x, rng: x.to(rng.choice([torch.float16, torch.float64])), of="qk"),
+    "another device": one(lambda x, _: x.to("meta")),
+    "heads that do not divide": one(lambda x, _: torch.cat((x, x[:, :1]), 1), of="qk"),
+    "another head dim": one(lambda x, _: x[..., :-1], of="qk"),
+    "other tokens": one(lambda x, rng: cut(x, rng, (1, 2)), of="v"),
+    "a head dim too wide": every(lambda x: x.repeat(1, 1, 1, 33)),
+    "more queries than keys": one(lambda x, _: torch.cat((x, x), 2), of="q"),
+    "tokens before heads": every(lambda x: x.transpose(1, 2)),
+    "k, q, v": swap("kqv"),
+    "v, k, q": swap("vkq"),
+    "k, v, q": swap("kvq"),
+    "waits for a gradient": one(lambda x, _: x.requires_grad_()),
+    "causal": put(causal=lambda rng: rng.choice([1, 0, None, "yes", torch.tensor(True), np.bool_(1), []])),
+    "scale": put(scale=lambda rng: rng.choice([float("nan"), float("inf"), -float("inf"), "1", True, 1j, [1.0]])),
+    "a mask": put(attn_mask=lambda rng: rng.choice([torch.ones(40, 40), True, "causal"])),
+    "an argument of others": put(dropout_p=lambda _: 0.1),
+    # What follows is refused by the newest checks of inputs.
+    "meta": every(lambda x: x.to("meta")),
+    "sparse": one(lambda x, _: x.to_sparse()),
+    "all sparse": every(lambda x: x.to_sparse()),
+    "nested": every(lambda x: torch.nested.as_nested_tensor(list(x))),
+    "8-bit floats": every(lambda x: x.to(torch.float8_e4m3fn)),
+    "a scale too large": put(scale=lambda rng: rng.choice([10**400, -(10**400), 1e300, -1e300, 1e-300])),
+}
+CALLED: dict[str, Any] = {
+    "pipeline": bs.pbs_attn(block=16, S=32, executor=bs.ReferenceExecutor()),
+    "early stop": bs.s2o(S=32, block=16),
+    "groups": bs.HeadGroups({(0,): bs.mean_pooling(block=16, executor=bs.ReferenceExecutor()), (1,): None}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("called", CALLED.values(), ids=CALLED)
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+def test_a_call_that_cannot_be_is_one_sentence(called: Any, spoil: Spoil) -> None:
+    rng = random.Random(0)
+    for i in range(6):
+        q, k, v = make_qkv(N=40, D=8, Dv=12, seed=i)
+        call: Call = {"q": q, "k": k, "v": v}
+        spoil(rng, call)
+        for run in (called, called.trace):
+            with torch.enable_grad(), pytest.raises((TypeError, ValueError)) as error:
+                run(call["q"], call["k"], call["v"], **{x: y for x, y in call.items() if x not in "qkv"})
+            sentence(error)
+
+
+PIPELINE, GROUPS = CALLED["pipeline"], CALLED["groups"]
+
+
+@pytest.mark.parametrize(
+    ("run", "more"),
+    [
+        (lambda q, k, v, more: PIPELINE.choose(q, k, **more), {"sequences": bs.Sequences.packed([20, 20])}),
+        (lambda q, k, v, more: PIPELINE.with_lse(q, k, v, **more), {"sequences": bs.Sequences.packed([20, 20])}),
+        (lambda q, k, v, more: GROUPS(q, k, v, **more), {"history": bs.KeyHistory()}),
+        (lambda q, k, v, more: GROUPS.trace(q, k, v, **more), {"dropout_p": 0.1, "sinks": [0.1] * 4}),
+    ],
+)
+def test_no_argument_is_taken_and_ignored(run: Any, more: Call) -> None:
+    with pytest.raises(
+        TypeError, match=f"window, softcap, sinks and remaining, but no {next(iter(more))}"
+    ) as error:
+        run(*make_qkv(N=40, D=8), more)
+    sentence(error)
+
+
+def compiled(run: Any) -> Any:
+    return torch.compile(run, fullgraph=True, backend="eager")
+
+
+def vmapped(run: Any) -> Any:
+    return lambda *x: torch.vmap(run)(*(each[None] for each in x))
+
+
+@pytest.mark.parametrize("under", [compiled, vmapped])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("is_causal", False, "but no is_causal"),
+        ("causal", 1, "'causal' must be "),
+        ("window", 0, "'window' must be a whole number, at least 1, or None: "),
+        ("window", 100.7, "'window' must be a whole number, at least 1, or None: "),
+        ("window", True, "'window' must be a whole number, at least 1, or None: "),
+        ("softcap", 0.0, "'softcap' must be a number from 1e-30 to 1e30, or None: "),
+        ("softcap", False, "'softcap' must be a number from 1e-30 to 1e30, or None: "),
+        ("sinks", True, "'sinks' must be a number up to 2**100, or -inf for no sink, or one"),
+        ("sinks", [0.5, True, 0.5, 0.5], "'sinks' must be a number up to 2**100, or -inf for no sink, or one"),
+        ("sinks", torch.zeros(4, requires_grad=True), "that requires grad"),
+    ],
+)
+def test_a_graph_refuses_what_a_call_refuses(under: Any, name: str, value: Any, said: str) -> None:
+    """Its node takes numbers, in which a window of 0 is none, and True is 1."""
+    q, k, v = make_qkv(N=40, D=8)
+    for call in (lambda *x: GROUPS(*x, **{name: value}), under(lambda *x: GROUPS(*x, **{name: value}))):
+        with (
+            torch.enable_grad(),
+            pytest.raises((TypeError, ValueError, torch._dynamo.exc.Unsupported), match=re.escape(said)),
+        ):
+            call(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_jit_trace_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^torch\.jit\.trace would keep the blocks of its example"):
+        torch.jit.trace(lambda *x: bs.mean_pooling()(*x), tuple(make_qkv()), check_trace=False)
+
+
+@pytest.mark.parametrize("called", ["pipeline", "groups"])
+def test_a_trace_in_a_graph_is_refused(called: str) -> None:
+    q, k, v = make_qkv(N=40, D=8)
+    traced = torch.compile(CALLED[called].trace, fullgraph=True, backend="eager")
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=r"not 'trace'\. Leave it out of them"):
+        traced(q, k, v)  # type: ignore[no-untyped-call]
+
+
+# Mistakes that people write: a call, and words of its error, in order
+
+
+Q, K, V = make_qkv(Hq=4, Hkv=2, N=256, D=32)
+MEAN: Any = bs.mean_pooling()
+STAGES: Any = bs.Identity(), bs.MeanPoolScorer(64), bs.TopK(3), bs.AutoExecutor()
+ANY: Any = bs  # as a user without a type checker has it
+
+
+def pipeline(permuter: Any = None, scorer: Any = None, selector: Any = None, executor: Any = None) -> Any:
+    given = zip((permuter, scorer, selector, executor), STAGES, strict=True)
+    return bs.Pipeline(*(default if part is None else part for part, default in given))
+
+
+def twice(history: bs.KeyHistory) -> None:
+    for _ in range(2):
+        MEAN(Q, K, V, history=history)
+
+
+CALLS: list[tuple[Callable[[], Any], str]] = [
+    # Names and numbers of presets.
+    (lambda: ANY.auto("best"), "'quality' | 'careful', 'balanced' or 'fast' | 'best'"),
+    (lambda: bs.xattention(90), "'mass' | (0, 1] | 90"),
+    (lambda: bs.mean_pooling(-0.1), "'mass' | (0, 1] | -0.1"),
+    (lambda: bs.xattention(block=100), "'block' | multiple of 'stride' (8) | 100"),
+    (lambda: bs.pbs_attn(S=200), "'S' | multiple of 'block' (128) | 200"),
+    (lambda: ANY.xattention(threshold=0.9), "xattention() | 'threshold'"),
+    (lambda: ANY.TopK(0.1), "'k' | whole number | 0.1"),
+    (lambda: bs.TopK(share=2.0), "'share' | (0, 1] | 2.0"),
+    (lambda: bs.TopK(), "ValueError: 'TopK' takes either 'k' or 'share' | k=None"),
+    (lambda: bs.TopK(2, share=0.5), "ValueError: 'TopK' takes either 'k' or 'share' | k=2"),
+    (lambda: ANY.HilbertOrder((16, 16)), "'grid' | (T, H, W) | or None: (16, 16). An image is (1, H, W)."),
+    # Tensors.
+    (lambda: MEAN(*(x.transpose(1, 2) for x in (Q, K, V))), "Nq=4, Nk=2 | [B, H, N, D], heads before tokens"),
+    (lambda: MEAN(Q[0], K[0], V[0]), "ValueError: 'q' | [B, H, N, D] | (4, 256, 32) | heads before tokens"),
+    (lambda: MEAN(Q[:, :3], K, V), "ValueError | multiple of the KV heads (2) | 3 | Do not repeat k and v"),
+    (lambda: MEAN(Q.half(), K, V), "TypeError | one dtype | float16 | Convert them with .to()"),
+    (lambda: MEAN(Q.int(), K.int(), V.int()), "TypeError: 'q' | floating-point | torch.int32 | Convert it"),
+    (lambda: MEAN(Q.numpy(), K, V), "TypeError: 'q' must be a tensor | ndarray"),
+    (lambda: MEAN(Q, K.to("meta"), V), "ValueError | one device | cpu, meta, cpu | .to()"),
+    (lambda: MEAN(Q, K[:, :, :9], V[:, :, :9]), "ValueError | at least as many | Nq=256, Nk=9 | Pass the cached"),
+    (lambda: MEAN(Q, K, V[:, :, :9]), "ValueError: 'v' | heads and tokens of 'k' | (1, 2, 9, 32)"),
+    (lambda: MEAN(*(torch.randn(1, 2, 9, 512) for _ in range(3))), "ValueError | head dim | at most 256 | 512"),
+    (lambda: MEAN(Q, K[..., :9], V[..., :9]), "ValueError | head dim of 'q' (32): 9"),
+    (lambda: MEAN(torch.cat((Q, Q)), K, V), "ValueError | one batch size: 2, 1, 1"),
+    (lambda: MEAN(Q[:, :, :0], K, V), "ValueError: 'q' must not be empty"),
+    # Arguments of a call.
+    (lambda: MEAN(Q, K), "missing | 'v'"),
+    (lambda: MEAN(Q, K, V, torch.ones(256, 256)), "TypeError | no attention mask | Sequences.padded(mask"),
+    (lambda: MEAN(Q, K, V, is_causal=True), "TypeError | is_causal"),
+    (lambda: MEAN(Q, K, V, causal=1), "TypeError: 'causal' must be a bool: 1"),
+    (lambda: MEAN(Q, K, V, scale="x"), "'scale' | str | float()"),
+    (lambda: MEAN(Q, K, V, window=0), "'window' | at least 1 | 0"),
+    (lambda: MEAN(Q, K, V, window=64, causal=False), "window=64 | Call with causal=True"),
+    (lambda: MEAN(Q, K, V, softcap=-1.0), "'softcap' | -1.0"),
+    (lambda: MEAN(Q, K, V, sinks=[0.1, 0.2]), "'sinks' has 2 entries for 4 query heads"),
+    (lambda: bs.xattention([0.9, 0.8])(Q, K, V), "one entry per query head (4): 2 | Give one number per query"),
+    (lambda: bs.s2o([0.1, 0.2])(Q, K, V), "'tau' has 2 entries for 4 query heads"),
+    (lambda: bs.s2o()(Q, K, V, causal=False), "ValueError | 'GlobalIndexMap' | Call | with causal=True"),
+    (lambda: bs.s2o()(Q, K, V, window=64), "GatherExecutor | window | 64 tokens | another preset"),
+    # Devices and executors.
+    (lambda: bs.sparge(executor=bs.Int8Executor())(Q, K, V), "Int8Executor | on cpu | AutoExecutor()"),
+    (
+        lambda: bs.mean_pooling(executor=bs.FlashAttention4Executor())(Q, K, V),
+        "FlashAttention4Executor | not installed | float32 | AutoExecutor()",
+    ),
+    (
+        lambda: pipeline(executor=bs.FlexExecutor())(*(x.double() for x in (Q, K, V))),
+        "FlexExecutor | not torch.float64 | ReferenceExecutor()",
+    ),
+    # Stages.
+    (lambda: pipeline(permuter=bs.Identity), "'permuter' | Identity itself; call it: Identity()"),
+    (lambda: pipeline(permuter=STAGES[1], scorer=STAGES[0]), "'permuter' | MeanPoolScorer | The order is"),
+    (lambda: bs.Pipeline(*STAGES[:3]), "missing | 'executor'"),
+    (lambda: pipeline(scorer=bs.NoScorer(64), selector=bs.TopCdf(0.9)), "TopCdf needs a BlockMass | NoScorer"),
+    (lambda: pipeline(permuter=bs.GlobalIndexMap(64)), "needs a GlobalPermutation | GlobalIndexMap"),
+    (lambda: pipeline(executor=bs.GatherExecutor()), "needs a RankedBlockMask | TopK gives | `Ranked("),
+    (lambda: STAGES[2] | "Sink", "'TopK' and 'str'"),
+    (lambda: MEAN | "Sink", "'Pipeline' and 'str'"),
+    (lambda: evolve(MEAN, select=bs.TopK(1)), "unexpected keyword argument 'select'"),
+    (lambda: bs.sparge(order=bs.HilbertOrder())(Q, K, V), "HilbertOrder has no grid | HilbertOrder((T, H, W))"),
+    (lambda: bs.sparge(order=bs.HilbertOrder((2, 3, 4)))(Q, K, V), "24 keys | Nk=256 | prefix= and suffix="),
+    # Heads and layers.
+    (lambda: bs.HeadGroups({(0,): MEAN})(Q, K, V), "each of the 2 KV heads | missing: 1"),
+    (lambda: bs.HeadGroups({(0, 1): MEAN, (1,): None}), "'groups' | once | 1"),
+    (lambda: ANY.HeadGroups({0: MEAN}), "'groups' | tuples | (2,) for one head | 0"),
+    (lambda: bs.Schedule(MEAN, layers={0: MEAN}, dense=(0,)), "'layers' and 'dense' | once in all | 0"),
+    (lambda: ANY.Schedule(MEAN, dense=0), "'dense' | sequence | 0"),
+    # Batches, chunks and pages.
+    (lambda: MEAN(Q, K, V, sequences=bs.Sequences.packed([100, 100])), "200 | 256 | must sum to the tokens"),
+    (lambda: MEAN(Q, K, V, sequences=[100, 156]), "'sequences' | list. Sequences.packed(lengths) makes one"),
+    (lambda: bs.Sequences.from_cu_seqlens(torch.tensor([9, 256])), "'cu_seqlens_q' | begin with 0 | [9, 256]"),
+    (lambda: bs.Sequences.padded(torch.tensor([[1, 0, 1]])), "'attention_mask' | entry 0 | inside"),
+    (lambda: twice(bs.KeyHistory()), "'history' has seen 256 keys | its own KeyHistory | rewind(0)"),
+    (lambda: MEAN(Q, K, V, history=bs.KeyHistory), "'history' | KeyHistory itself; call it: KeyHistory()"),
+    (lambda: bs.xattention()(Q, K, V, history=bs.KeyHistory()), "remembers nothing | Call without 'history'"),
+    (lambda: bs.pbs_attn()(Q, K, V, history=bs.KeyHistory()), "SegmentKeySort moves keys | without 'history'"),
+    (
+        lambda: bs.PageTable(torch.zeros(1, 2, dtype=torch.int32), lengths=[100], page_size=16),
+        "'lengths' | 0 to 32 | request 0 has 100",
+    ),
+    (lambda: MEAN.attend(Q[:, :, :9], K[:, :, :9], V[:, :, :9], MEAN.choose(Q, K)), "256 | 9 | choose() again"),
+    (lambda: MEAN.attend(Q, K, V, None), "'choice' must be a Choice: None. Get one from pipeline.choose(q, k)."),
+    # PyTorch's function.
+    (lambda: ANY.scaled_dot_product_attention(Q, Q, Q), "missing | 'pipeline'"),
+    (lambda: bs.scaled_dot_product_attention(Q, K, V, pipeline=MEAN), "'enable_gqa' | 4 heads of queries and 2"),
+    (lambda: ANY.scaled_dot_product_attention(Q, Q, Q, pipeline=bs.auto), "auto itself; call it: auto()"),
+    (lambda: bs.scaled_dot_product_attention(Q, Q, Q, dropout_p=0.1, pipeline=MEAN), "'dropout_p' | 0.1"),
+    (
+        lambda: bs.scaled_dot_product_attention(Q[:, :, :9], Q, Q, is_causal=True, pipeline=MEAN),
+        "'is_causal' | 9 and 256 | pipeline(q, k, v)",
+    ),
+]  # fmt: skip
+
+
+def check(message: str, words: str) -> None:
+    """The message has all of these words, in order."""
+    pattern = ".*".join(re.escape(word) for word in words.split(" | "))
+    assert re.search(pattern, message), f"{message!r} lacks some of {words!r}"
+
+
+@pytest.mark.parametrize(("call", "words"), CALLS, ids=[words for _, words in CALLS])
+def test_a_wrong_call(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError, bs.UnsupportedError)) as error:
+        call()
+    check(" ".join(f"{type(error.value).__name__}: {error.value}".split()), words)
+
+
+def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    from blocksparse.hosts.transformers import DensityRecorder, attach
+
+    model = tiny_llama()
+    rows: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (model, bs.auto, {}, "'pipeline' | auto itself; call it: auto()"),
+        (MEAN, model, {}, "'model' | Pipeline. The order is attach(model, pipeline)"),
+        (model, MEAN, {"recorder": DensityRecorder}, "'recorder' | DensityRecorder itself; call it"),
+    ]
+    for given, attention, arguments, words in rows:
+        with pytest.raises((TypeError, ValueError)) as error:
+            attach(given, attention, **arguments)
+        check(sentence(error), words)
+
+    def logged(tokens: int, **arguments: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "blocksparse"), attach(model, MEAN, **arguments):
+            model(torch.arange(tokens).unsqueeze(0) % 97)
+        return caplog.text
+
+    with torch.enable_grad():
+        check(logged(600), "LlamaForCausalLM | 2 x gradients (call the model under torch.no_grad())")
+    with torch.no_grad():
+        check(logged(99), "2 x fewer than min_tokens (longer prompts are sparse; attach takes min_tokens)")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("bnch", "'bnch' | demo"),
+        ("tune /nowhere --out plan.json", "must be a folder that a transformers model was saved in | /nowhere"),
+        ("tune model --strategy best", "--strategy | 'best' | 'kl', 'sparge'"),
+        ("build --for-wheel /nowhere", "'--for-wheel' | folder of the package's source | /nowhere"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status: Any
+    try:
+        status = main(shlex.split(command))
+    except SystemExit as end:
+        status = end.code
+    assert status
+    check(" ".join(capsys.readouterr().err.split()), words)
