@@ -7,89 +7,77 @@ from typing import Any
 
 import diffusers
 from diffusers import FlowMatchEulerDiscreteScheduler
-from tests.hosts.diffusion_models import TEXT, drawn, padded
+from tests.hosts.diffusion_models import TEXT, Given, drawn, padded
 
-Made = tuple[Any, dict[str, Any]]
-
-
-def without(kind: Any, scheduler: Any, transformer: Any, *more: str) -> Any:
-    """A pipeline that has no VAE and no text encoders."""
-    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", *more))
-    pipe = kind(**parts, scheduler=scheduler, transformer=transformer)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+Made = tuple[Any, Given]
+VIDEO: Given = {"height": 64, "width": 96, "num_frames": 9}
+PICTURE: Given = {"height": 128, "width": 192}
 
 
-def shifted() -> Any:
-    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+def of(kind: str, scheduler: Callable[[], Any], given: Callable[[], Given], *more: str) -> Callable[[Any], Made]:
+    """A pipeline that has no VAE, no text encoders and none of the `more` parts."""
+
+    def built(transformer: Any) -> Made:
+        parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", *more))
+        pipe = getattr(diffusers, kind)(**parts, scheduler=scheduler(), transformer=transformer)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe, given()
+
+    return built
 
 
-def guided() -> dict[str, Any]:
-    return {name: drawn(1, TEXT, 16) for name in ("prompt_embeds", "negative_prompt_embeds")}
+def flow(**options: Any) -> Callable[[], Any]:
+    return lambda: FlowMatchEulerDiscreteScheduler(**options)
 
 
-def wan(transformer: Any) -> Made:
-    pipe = without(diffusers.WanPipeline, FlowMatchEulerDiscreteScheduler(shift=3.0), transformer)
-    return pipe, {**guided(), "height": 64, "width": 96, "num_frames": 9}
+def prompt(*, pooled: bool = False) -> Given:
+    texts = {"prompt_embeds": drawn(1, TEXT, 16)}
+    return texts | ({"pooled_prompt_embeds": drawn(1, 16)} if pooled else {})
 
 
-def ltx(transformer: Any) -> Made:
-    pipe = without(diffusers.LTXPipeline, shifted(), transformer)
-    masks = {"prompt_attention_mask": padded(1), "negative_prompt_attention_mask": padded(1)}
-    return pipe, {**guided(), **masks, "height": 128, "width": 192, "num_frames": 17}
+def guided(*, pooled: bool = False) -> Given:
+    both = prompt(pooled=pooled)
+    return both | {f"negative_{name}": drawn(*x.shape) for name, x in both.items()}
 
 
-def flux(transformer: Any) -> Made:
-    pipe = without(diffusers.FluxPipeline, shifted(), transformer, "text_encoder_2", "tokenizer_2")
-    texts = {"prompt_embeds": drawn(1, TEXT, 16), "pooled_prompt_embeds": drawn(1, 16)}
-    return pipe, {**texts, "height": 128, "width": 192}
+def masks(of: str, *, real: int = 3) -> Given:
+    return {of: padded(1), f"negative_{of}": padded(1, real=real)}
 
 
-def flux2(transformer: Any) -> Made:
-    pipe = without(diffusers.Flux2Pipeline, shifted(), transformer)
-    return pipe, {"prompt_embeds": drawn(1, TEXT, 16), "height": 128, "width": 192}
+def bools(given: Given) -> Given:
+    return {name: mask.bool() for name, mask in given.items()}
 
 
-def qwen_image(transformer: Any) -> Made:
-    pipe = without(diffusers.QwenImagePipeline, shifted(), transformer)
-    masks = {"prompt_embeds_mask": padded(1), "negative_prompt_embeds_mask": padded(1, real=3)}
-    return pipe, {**guided(), **masks, "true_cfg_scale": 4.0, "height": 128, "width": 192}
-
-
-def hunyuan_video(transformer: Any) -> Made:
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=7.0)
-    pipe = without(diffusers.HunyuanVideoPipeline, scheduler, transformer, "text_encoder_2", "tokenizer_2")
-    texts = {"prompt_embeds": drawn(1, TEXT, 16), "pooled_prompt_embeds": drawn(1, 8)}
-    return pipe, {**texts, "prompt_attention_mask": padded(1), "height": 64, "width": 96, "num_frames": 9}
-
-
-def cogvideox(transformer: Any) -> Made:
-    pipe = without(diffusers.CogVideoXPipeline, diffusers.CogVideoXDDIMScheduler(), transformer)
-    return pipe, {**guided(), "height": 64, "width": 96, "num_frames": 9}
-
-
-def mochi(transformer: Any) -> Made:
-    pipe = without(diffusers.MochiPipeline, FlowMatchEulerDiscreteScheduler(invert_sigmas=True), transformer)
-    masks = {"prompt_attention_mask": padded(1).bool(), "negative_prompt_attention_mask": padded(1, real=3).bool()}
-    return pipe, {**guided(), **masks, "height": 64, "width": 96, "num_frames": 13}
-
-
-def sd3(transformer: Any) -> Made:
-    encoders = (f"{part}_{i}" for part in ("text_encoder", "tokenizer") for i in (2, 3))
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    pipe = without(diffusers.StableDiffusion3Pipeline, scheduler, transformer, *encoders)
-    pooled = {"pooled_prompt_embeds": drawn(1, 16), "negative_pooled_prompt_embeds": drawn(1, 16)}
-    return pipe, {**guided(), **pooled, "height": 128, "width": 192}
-
-
+SHIFTED = flow(use_dynamic_shifting=True)
+SECOND = "text_encoder_2", "tokenizer_2"
 PIPELINES: dict[str, Callable[[Any], Made]] = {
-    "wan": wan,
-    "ltx": ltx,
-    "flux": flux,
-    "flux2": flux2,
-    "qwen_image": qwen_image,
-    "hunyuan_video": hunyuan_video,
-    "cogvideox": cogvideox,
-    "mochi": mochi,
-    "sd3": sd3,
+    "wan": of("WanPipeline", flow(shift=3.0), lambda: guided() | VIDEO),
+    "ltx": of(
+        "LTXPipeline",
+        SHIFTED,
+        lambda: guided() | masks("prompt_attention_mask", real=5) | PICTURE | {"num_frames": 17},
+    ),
+    "flux": of("FluxPipeline", SHIFTED, lambda: prompt(pooled=True) | PICTURE, *SECOND),
+    "flux2": of("Flux2Pipeline", SHIFTED, lambda: prompt() | PICTURE),
+    "qwen_image": of("QwenImagePipeline", SHIFTED, lambda: guided() | masks("prompt_embeds_mask") | PICTURE),
+    "hunyuan_video": of(
+        "HunyuanVideoPipeline",
+        flow(shift=7.0),
+        lambda: prompt(pooled=True) | {"prompt_attention_mask": padded(1)} | VIDEO,
+        *SECOND,
+    ),
+    "cogvideox": of("CogVideoXPipeline", diffusers.CogVideoXDDIMScheduler, lambda: guided() | VIDEO),
+    "mochi": of(
+        "MochiPipeline",
+        flow(invert_sigmas=True),
+        lambda: guided() | bools(masks("prompt_attention_mask")) | VIDEO | {"num_frames": 13},
+    ),
+    "sd3": of(
+        "StableDiffusion3Pipeline",
+        flow(shift=3.0),
+        lambda: guided(pooled=True) | PICTURE,
+        *SECOND,
+        "text_encoder_3",
+        "tokenizer_3",
+    ),
 }

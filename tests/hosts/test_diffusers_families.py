@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("diffusers")
 
 import diffusers
-from tests.hosts.diffusion_families import MORE
-from tests.hosts.diffusion_models import CASES, LARGE, SMALL, Case, given
+from tests.hosts.diffusion_models import CASES, LARGE, MORE, SMALL, Case, given
 from tests.hosts.test_diffusers import DENSE_LIMIT, attached, made, watched
 from tests.stages import ByReference
 
