@@ -14,7 +14,7 @@ from blocksparse.kernels.common.sizes import HeadMask
 from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept
 from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.select.global_top_cdf import global_top_cdf
-from blocksparse.kernels.select.top_cdf import MAX_COLS, Of, row_share, top_cdf, top_cdf_reference
+from blocksparse.kernels.select.top_cdf import MAX_COLS, Of, row_share, top_cdf
 from blocksparse.kernels.select.top_k import top_k, visiting_order
 from blocksparse.kernels.select.vertical_slash import (
     ChosenRuns,
@@ -65,7 +65,7 @@ def assert_top_cdf(
     values: Tensor, forced: Tensor | None, mass: float | Tensor, grid: bs.Grid, *crossings: bool
 ) -> Tensor:
     for crossing in crossings or (True, False):
-        want = top_cdf_reference(values, forced, mass, grid, crossing=crossing)
+        want = top_cdf.reference(values, forced, mass, grid, crossing=crossing)
         for compute in (top_cdf_triton, top_cdf):
             assert torch.equal(compute(values, forced, mass, grid, crossing=crossing), want)
     return want
@@ -149,9 +149,9 @@ def test_places_are_kept_besides(kind: str, device: str) -> None:
     values = a_mass(grid, 3.0, device)
     with_stride, with_last = AlwaysKept(near=3, first=1, stride=(3, 7)), AlwaysKept(near=2, last=9)
     for always, crossing in ((AlwaysKept(near=5), False), (with_stride, True), (with_last, True)):
-        alone = top_cdf_reference(values, None, 0.6, grid, crossing=crossing)
+        alone = top_cdf.reference(values, None, 0.6, grid, crossing=crossing)
         want = keep_visible.reference(alone, grid, always=always, diagonal=True)
-        for compute in (top_cdf_triton, top_cdf, top_cdf_reference):
+        for compute in (top_cdf_triton, top_cdf, top_cdf.reference):
             assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, always=always), want)
 
 

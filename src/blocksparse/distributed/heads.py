@@ -63,7 +63,10 @@ def shares(Hq: int, Hkv: int, ranks: int, loads: Sequence[float], parts: int) ->
         return [[Share((h,), tuple(h * group + i for i in some)) for h, some in each]]
     spread_keys, count = spread([sum(its) for its in by_key], ranks), Hkv // ranks
     ends = list(accumulate(_sizes(count, min(parts, count)), initial=0))
-    return [[_whole_groups(keys[start:end], group) for keys in spread_keys] for start, end in pairwise(ends)]
+    parted = ([keys[start:end] for keys in spread_keys] for start, end in pairwise(ends))
+    return [
+        [Share(keys, tuple(h * group + i for h in keys for i in range(group))) for keys in part] for part in parted
+    ]
 
 
 def _sizes(count: int, parts: int) -> list[int]:
@@ -71,10 +74,6 @@ def _sizes(count: int, parts: int) -> list[int]:
     least, more = divmod(count, parts)
     from_the_middle = sorted(range(parts), key=lambda i: abs(2 * i + 1 - parts))
     return [least + (i in from_the_middle[:more]) for i in range(parts)]
-
-
-def _whole_groups(keys: Heads, group: int) -> Share:
-    return Share(keys, tuple(h * group + i for h in keys for i in range(group)))
 
 
 def spread(loads: Sequence[float], ranks: int) -> list[Heads]:

@@ -381,7 +381,8 @@ class Audit:
     def compare(self, layer: int, trace: LayerTrace) -> None:
         """Compare random queries of a call of `layer` with dense attention."""
         traces = trace.traces.values() if isinstance(trace, HeadGroupsTrace) else (trace,)
-        sparse = [part for part in traces if part is not None and not _was_dense(part)]
+        # One that attended densely, as `AutoExecutor` does where that is little work, gives no lse.
+        sparse = [x for x in traces if x is not None and (x.output.lse is not None or x.output.visited is None)]
         if not sparse:
             return
         device = sparse[0].q.device
@@ -436,16 +437,11 @@ class Audit:
 
     def _all(self) -> list[LayerAudit]:
         with self._lock:
-            return [self._found(layer, state) for layer, state in sorted(self._layers.items())]
-
-    def _found(self, layer: int, state: _State) -> LayerAudit:
-        mass, error = self._estimates(torch.cat(list(state.samples), dim=1)) if state.samples else (None, None)
-        return LayerAudit(layer, state.calls, state.audited, state.crossed, state.dense, mass, error)
-
-
-def _was_dense(trace: AnyTrace) -> bool:
-    """Whether the executor attended densely, as `AutoExecutor` does where that is little work."""
-    return trace.output.lse is None and trace.output.visited is not None
+            found = []
+            for layer, x in sorted(self._layers.items()):
+                estimates = self._estimates(torch.cat(list(x.samples), dim=1)) if x.samples else (None, None)
+                found.append(LayerAudit(layer, x.calls, x.audited, x.crossed, x.dense, *estimates))
+            return found
 
 
 @final

@@ -239,11 +239,6 @@ def _to_tensor(order: Tensor | Sequence[int]) -> Tensor:
     return order  # type: ignore[return-value]
 
 
-def _written(order: Tensor) -> str:
-    """Every entry, so that the repr is a Python expression that makes the same order."""
-    return repr(order.tolist())
-
-
 @final
 @frozen(cache_hash=True)
 class GivenOrder(GridOrder):
@@ -257,7 +252,9 @@ class GivenOrder(GridOrder):
     """
 
     grid: tuple[int, int, int] = field(converter=three, validator=three_sizes)
-    order: Tensor = field(converter=_to_tensor, repr=_written, eq=lambda order: tuple(order.tolist()))
+    order: Tensor = field(
+        converter=_to_tensor, repr=lambda order: repr(order.tolist()), eq=lambda order: tuple(order.tolist())
+    )
 
     @order.validator
     def _names_each_cell_once(self, _: object, order: Tensor) -> None:

@@ -345,7 +345,7 @@ class OutputAwareScorer(InBlocks, ValueScorer[GlobalPermutation, BlockLogits]):
             above = (logs - mean) / (deviation + _LEAST)
         else:
             above = (logs - self.lengths[0]) / (self.lengths[1] + _LEAST)
-        return _mean(above.clamp_min(0).unsqueeze(3), block // self.stride).squeeze(3)
+        return _by_slot(above.clamp_min(0).unsqueeze(3), block // self.stride, 1, 0).squeeze(4).squeeze(3)
 
     def alignment(self, causal: bool) -> int:
         if self.lengths is None and causal:
@@ -362,8 +362,3 @@ def _by_slot(x: Tensor, block: int, stride: int, lead: int) -> Tensor:
     there = x.new_ones((1, 1, x.shape[2], 1), dtype=sums.dtype)
     mean: Tensor = sums / strided_view(there, block, lead).unflatten(3, (-1, stride)).sum(3).clamp_min(1)
     return mean
-
-
-def _mean(x: Tensor, block: int) -> Tensor:
-    """The mean of each `block` entries `[B, H, N, D] -> [B, H, blocks, D]`, of fewer in the last one."""
-    return _by_slot(x, block, 1, 0).squeeze(3)

@@ -139,13 +139,10 @@ class SplitBatches:
                     split,
                     lengths,
                     page_size=self._page_size,
-                    build=partial(self._build_rest, kind),
+                    build=partial(self._of_rest[kind].build, 0),
                     remaining=remaining,
                 )
         return [made[split.sparse] for split in splits]
-
-    def _build_rest(self, kind: int, rest: Any) -> Any:
-        return self._of_rest[kind].build(0, rest)
 
 
 def _summary(impls: Iterable[SparsePrefill], how: Sequence[str]) -> str:

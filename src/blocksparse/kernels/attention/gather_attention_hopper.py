@@ -33,7 +33,7 @@ from blocksparse.kernels.common.names_triton import aggregate
 from blocksparse.kernels.common.sizes import empty_as
 from blocksparse.kernels.hopper.gather import is_satisfied, load_gathered, post_vote
 from blocksparse.kernels.hopper.rows import LOWEST, NEVER, partial_sum, row_max
-from blocksparse.kernels.hopper.tile_scheduler import make_barriers, positive, read, registers
+from blocksparse.kernels.hopper.tile_scheduler import consumer_registers, make_barriers, positive, read, registers
 from blocksparse.kernels.masks.arguments import RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.launch.launches import remembered
@@ -78,7 +78,7 @@ def gather_attention_hopper(
         rows, cols, N - M if positions.causal else 0,
         Hq // positions.k_position.shape[1], scale * math.log2(math.e), rule.patience,
         D=D, **tiles, CAUSAL=positions.causal, MEAN=rule.mean,
-        CONSUMER_REGISTERS=_consumer_registers(consumers, per_sm),
+        CONSUMER_REGISTERS=consumer_registers(consumers, per_sm, _LOADER_REGISTERS.value),
         num_warps=4, maxnreg=registers(consumers, per_sm),
     )  # fmt: skip
     return out, lse, visited
@@ -87,11 +87,6 @@ def gather_attention_hopper(
 def _copied_in_16_bytes(x: Tensor) -> bool:
     """Whether the compiler can tell that every row of `x` `[B, H, N, D]` may be copied 16 bytes at a time."""
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in axis_strides(x))
-
-
-def _consumer_registers(consumers: int, per_sm: int) -> int:
-    """Registers per thread of a consumer, after the loader has given back all but `_LOADER_REGISTERS`."""
-    return int((registers(consumers, per_sm) * (consumers + 1) - _LOADER_REGISTERS.value) // consumers // 8 * 8)
 
 
 @aggregate

@@ -43,7 +43,8 @@ def sparse_attention_triton(
     """Fills `out` and `lse`; the arguments are those of `sparse_attention`."""
     B, Hq, M, D = q.shape
     Hk, Dv = v.shape[1], v.shape[-1]
-    block_d, block_dv = (max(_least_depth(x), power_of_2(x.shape[-1])) for x in (k, v))
+    # Matrix products sum over at least 16 numbers, or 32 bytes.
+    block_d, block_dv = (max(32 if x.element_size() == 1 else 16, power_of_2(x.shape[-1])) for x in (k, v))
     k_source, v_source = k, v
     by_descriptor = tiles.tma and has_descriptors(k) and copies_in_bulk(k) and copies_in_bulk(v)
     if by_descriptor:
@@ -91,11 +92,6 @@ def most_registers(hardware: Hardware, num_warps: int, value_bytes: int) -> dict
 def runs_interpreted() -> bool:
     """Whether Triton's interpreter, not its compiler, runs the kernel (TRITON_INTERPRET at import time)."""
     return not isinstance(_kernel.jit, triton.JITFunction)
-
-
-def _least_depth(x: Tensor) -> int:
-    """The least length of the axis over which Triton's matrix products sum, for numbers of the size of those of `x`."""
-    return 32 if x.element_size() == 1 else 16
 
 
 @triton.jit

@@ -119,7 +119,8 @@ def _load(source: Path, anew: bool, others: bool) -> Loaded:
     flags = cpu_flags()
     for name, _, needs in VARIANTS:
         path = source.parent / "compiled" / _name_in_wheel(source, name)
-        if not anew and path.exists() and all(need in flags.split() for need in needs) and _may_use(name):
+        allowed = not _denied() or (name == "avx2" and "avx2" not in _denied())
+        if not anew and path.exists() and all(need in flags.split() for need in needs) and allowed:
             return Loaded(ctypes.PyDLL(str(path)), path, None)
     command = _command()
     name = f"{source.stem}-{_key(source, command, flags)}"
@@ -212,10 +213,6 @@ def _denied() -> tuple[str, ...]:
     if capability.startswith("AVX512"):
         return ()
     return ("avx512f",) if capability == "AVX2" else ("avx512f", "avx2", "avx")
-
-
-def _may_use(variant: str) -> bool:
-    return not _denied() or (variant == "avx2" and "avx2" not in _denied())
 
 
 def _key(source: Path, command: list[str], flags: str) -> str:

@@ -56,12 +56,9 @@ def registers(consumers: int, per_sm: int) -> int:
     return 65536 // (per_sm * (consumers + 1) * 128) // 8 * 8
 
 
-def consumer_registers(consumers: int, per_sm: int) -> int:
-    """Registers of each thread of a consumer, a multiple of 8, after warp specialisation has reallocated them.
-
-    The loaders keep `LOADER_REGISTERS` of what they had at launch and give the rest back; the consumers share it.
-    """
-    return int((registers(consumers, per_sm) * (consumers + 1) - LOADER_REGISTERS.value) // consumers // 8 * 8)
+def consumer_registers(consumers: int, per_sm: int, of_loaders: int = LOADER_REGISTERS.value) -> int:
+    """Registers of each thread of a consumer, a multiple of 8, once loaders have given back all but `of_loaders`."""
+    return (registers(consumers, per_sm) * (consumers + 1) - of_loaders) // consumers // 8 * 8
 
 
 @gluon.jit

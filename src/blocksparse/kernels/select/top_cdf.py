@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from blocksparse.kernels.common.dispatch import on_gpus
+from blocksparse.kernels.common.dispatch import compiled, on_gpus
 from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept, BlockGrid
 from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.score import cpu_scores
@@ -74,6 +74,24 @@ MAX_COLS = 32768
 Of = Literal["peak", "row"]
 
 
+def _by_heap(
+    values: Tensor,
+    forced: Tensor | None,
+    mass: float | Tensor,
+    grid: BlockGrid,
+    *,
+    crossing: bool,
+    always: AlwaysKept = NO_BLOCKS,
+) -> Tensor:
+    """`top_cdf` by the kernel compiled for a CPU."""
+    at_least = grid.diagonal if forced is None else grid.diagonal | forced
+    mass = _as_tensor(mass, values)
+    keep = cpu_scores.shares_on_cpu(values, forced, mass, grid.visible, at_least, crossing=crossing)
+    return keep_visible.reference(keep, grid, always=always)
+
+
+@on_gpus(torch.float32, where=lambda values, *_, **__: values.shape[-1] <= MAX_COLS)
+@compiled(_by_heap, lambda values, *_, **__: values.dtype == torch.float32 and cpu_scores.takes(values))
 def top_cdf(
     values: Tensor,
     forced: Tensor | None,
@@ -94,41 +112,23 @@ def top_cdf(
             not forced is kept in any case.
         always: further blocks to keep, by position.
     """
-    if values.is_cuda and values.dtype == torch.float32 and values.shape[-1] <= MAX_COLS:
-        from blocksparse.kernels.select.top_cdf_triton import top_cdf_triton
-
-        return top_cdf_triton(values, forced, mass, grid, crossing, always)
-    on_cpu = values.dtype == torch.float32 and cpu_scores.takes(values)
-    return top_cdf_reference(values, forced, mass, grid, crossing, always, compiled=on_cpu)
-
-
-def top_cdf_reference(
-    values: Tensor,
-    forced: Tensor | None,
-    mass: float | Tensor,
-    grid: BlockGrid,
-    crossing: bool,
-    always: AlwaysKept = NO_BLOCKS,
-    *,
-    compiled: bool = False,
-) -> Tensor:
-    """The same in plain torch, but for the shares if these are taken by the kernel compiled for a CPU."""
-    if not isinstance(mass, Tensor):
-        mass = torch.full((1, 1, 1, 1), mass, dtype=torch.float64, device=values.device)  # a host copy would wait
-    mass, visible = mass.float(), grid.visible
+    mass, visible = _as_tensor(mass, values), grid.visible
     at_least = grid.diagonal if forced is None else grid.diagonal | forced
-    if compiled:
-        keep = cpu_scores.shares_on_cpu(values, forced, mass, visible, at_least, crossing=crossing)
+    share = running_share(values.masked_fill(~visible, 0.0), first=forced)
+    if crossing:
+        taken = share.before < mass
     else:
-        share = running_share(values.masked_fill(~visible, 0.0), first=forced)
-        if crossing:
-            taken = share.before < mass
-        else:
-            before = 0 if forced is None else forced.expand(share.ticks.shape).sum(-1, keepdim=True)
-            rank = torch.arange(values.shape[-1], device=mass.device)
-            taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
-        keep = (share.put_back(taken) | at_least) | (mass >= 1)
-    return keep_visible.reference(keep, grid, always=always)
+        before = 0 if forced is None else forced.expand(share.ticks.shape).sum(-1, keepdim=True)
+        rank = torch.arange(values.shape[-1], device=mass.device)
+        taken = (share.after <= mass) | ((rank == before) & (share.ticks > 0))
+    return keep_visible.reference((share.put_back(taken) | at_least) | (mass >= 1), grid, always=always)
+
+
+def _as_tensor(number: float | Tensor, values: Tensor) -> Tensor:
+    """In fp32; a number is filled in, since the host would wait for a copy."""
+    if not isinstance(number, Tensor):
+        number = torch.full((1, 1, 1, 1), number, dtype=torch.float64, device=values.device)
+    return number.float()
 
 
 @on_gpus(torch.float32, where=lambda values, *_, **__: values.shape[-1] <= MAX_COLS)
@@ -151,11 +151,7 @@ def row_share(
     """
     visible = grid.visible
     values = values.where(visible, 0.0)
-    if not isinstance(alpha, Tensor):
-        alpha = torch.full(
-            (1, 1, 1, 1), alpha, dtype=torch.float64, device=values.device
-        )  # a host copy would wait
-    alpha = alpha.float()
+    alpha = _as_tensor(alpha, values)
     if of == "peak":
         keep = (values >= alpha.to(values.dtype) * values.amax(-1, keepdim=True)) & (values > 0)
     else:

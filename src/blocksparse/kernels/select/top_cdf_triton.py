@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -44,18 +44,31 @@ def top_cdf_triton(
     always: AlwaysKept = NO_BLOCKS,
 ) -> Tensor:
     """Launch the kernel; arguments as in `top_cdf`."""
+    width = width_of_rows(values.shape[3], _PER_THREAD, _LEAST)
+    return _launch(_top_cdf_kernel, values, forced, mass, grid, always, width, CROSSING=crossing)
+
+
+def _launch(
+    kernel: Any,
+    values: Tensor,
+    forced: Tensor | None,
+    number: float | Tensor,
+    grid: BlockGrid,
+    always: AlwaysKept,
+    width: tuple[int, int],
+    **constants: bool,
+) -> Tensor:
+    """Launch a kernel that takes blocks of a row by a number, or by one for each head."""
     B, H, rows, cols = values.shape
     keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
-    wide, num_warps = width_of_rows(cols, _PER_THREAD, _LEAST)
-    of_head = mass if isinstance(mass, Tensor) else None
-    _top_cdf_kernel[(rows, H, B)](
+    of_head = number if isinstance(number, Tensor) else None
+    kernel[(rows, H, B)](
         values, forced, of_head, keep, *positions(grid),
         strides(values), None if forced is None else strides(forced),
         None if of_head is None else head_strides(of_head)[1], strides(keep),
-        rows, cols, float(mass) if of_head is None else None,
+        rows, cols, float(number) if of_head is None else None,
         *numbers_of_always_kept(grid, always),
-        CAUSAL=grid.causal, WINDOW=grid.window, CROSSING=crossing, ROWS=1, COLS=wide,
-        num_warps=num_warps,
+        CAUSAL=grid.causal, WINDOW=grid.window, **constants, ROWS=1, COLS=width[0], num_warps=width[1],
     )  # fmt: skip
     return keep
 
@@ -133,6 +146,32 @@ def exact_cut(ticks, target):
     return high.to(tl.float32)
 
 
+@triton.jit
+def heaviest_of(ticks, left, target, COLS: tl.constexpr, CROSSING: tl.constexpr):
+    """Which entries of each row are taken, heaviest first, until they reach `target`; `left` is the sum of all positive ones."""
+    # Where the search begins: `COLS` entries that weigh `spare` or less weigh no more together than may be missing
+    # (`left - target`), so the lightest one taken weighs more, or the same. `low` is 16 fp32 numbers below it.
+    spare = (tl.maximum(left - target, 0).to(tl.float32) / COLS).to(tl.int32, bitcast=True)
+    low = tl.maximum(tl.minimum(spare, _MOST_TICKS) - 16, 0)
+    high = tl.where(target > 0, _MOST_TICKS, low + 1)
+    key = ticks.to(tl.int32, bitcast=True)
+    lightest = cut(key, ticks, low, high, left.to(tl.float32), target.to(tl.float32), True)
+    lightest = lightest.to(tl.float32, bitcast=True)
+    above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
+    number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
+    unit = lightest.to(tl.int32).to(tl.int64)
+    missing = target - above
+    # Sums in fp32 may be off, which matters if they come very near to the target: then search again with integers.
+    if any_of((target > 0) & (left >= target) & ((missing <= 0) | (number * unit < missing))):
+        lightest = exact_cut(ticks, target)
+        above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
+        number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
+        unit = lightest.to(tl.int32).to(tl.int64)
+        missing = target - above
+    tied = first_of(ticks == lightest, number, unit, missing, CROSSING)
+    return (ticks > 0.0) & (target > 0) & ((ticks > lightest) | tied)
+
+
 @remembered
 @triton.jit(do_not_specialize=["rows", "near", "first", "eta", "state", "first_row", "from_query"])
 def _top_cdf_kernel(
@@ -161,27 +200,7 @@ def _top_cdf_kernel(
         share = tl.load(mass_ptr + h * mass_stride + tl.zeros_like(row)).to(tl.float32)  # [ROWS, 1]
     target = limit_of(total, share, CROSSING) - (total - left)
 
-    # Where the search begins: `COLS` blocks that weigh `spare` or less weigh no more together than may be missing
-    # (`left - target`), so the lightest block taken weighs more, or the same. `low` is 16 fp32 numbers below it.
-    spare = (tl.maximum(left - target, 0).to(tl.float32) / COLS).to(tl.int32, bitcast=True)
-    low = tl.maximum(tl.minimum(spare, _MOST_TICKS) - 16, 0)
-    high = tl.where(target > 0, _MOST_TICKS, low + 1)
-    key = ticks.to(tl.int32, bitcast=True)
-    lightest = cut(key, ticks, low, high, left.to(tl.float32), target.to(tl.float32), True)
-    lightest = lightest.to(tl.float32, bitcast=True)
-    above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
-    number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
-    unit = lightest.to(tl.int32).to(tl.int64)
-    missing = target - above
-    # Sums in fp32 may be off, which matters if they come very near to the target: then search again with integers.
-    if any_of((target > 0) & (left >= target) & ((missing <= 0) | (number * unit < missing))):
-        lightest = exact_cut(ticks, target)
-        above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
-        number = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
-        unit = lightest.to(tl.int32).to(tl.int64)
-        missing = target - above
-    tied = first_of(ticks == lightest, number, unit, missing, CROSSING)
-    taken = (ticks > 0.0) & (target > 0) & ((ticks > lightest) | tied)
+    taken = heaviest_of(ticks, left, target, COLS, CROSSING)
     if not CROSSING:
         best = tl.max(ticks, 1, keep_dims=True)
         leftmost = tl.min(tl.where(ticks == best, col, COLS), 1, keep_dims=True)
@@ -212,20 +231,8 @@ def row_share_triton(
     always: AlwaysKept = NO_BLOCKS,
 ) -> Tensor:
     """Launch the kernel; arguments as in `row_share`."""
-    B, H, rows, cols = values.shape
-    keep = torch.empty(values.shape, dtype=torch.bool, device=values.device)
-    wide, num_warps = width_of_rows(cols)
-    of_head = alpha if isinstance(alpha, Tensor) else None
-    _row_share_kernel[(rows, H, B)](
-        values, forced, of_head, keep, *positions(grid),
-        strides(values), None if forced is None else strides(forced),
-        None if of_head is None else head_strides(of_head)[1], strides(keep),
-        rows, cols, float(alpha) if of_head is None else None,
-        *numbers_of_always_kept(grid, always),
-        OF_ROW=of == "row", CAUSAL=grid.causal, WINDOW=grid.window, ROWS=1, COLS=wide,
-        num_warps=num_warps,
-    )  # fmt: skip
-    return keep
+    width = width_of_rows(values.shape[3])
+    return _launch(_row_share_kernel, values, forced, alpha, grid, always, width, OF_ROW=of == "row")
 
 
 @remembered

@@ -23,7 +23,7 @@ from blocksparse.kernels.masks.grid_triton import (
     tile_of_grid,
     visible_blocks,
 )
-from blocksparse.kernels.select.top_cdf_triton import exact_cut, limit_of, sum_of, ticks_of, weights_of
+from blocksparse.kernels.select.top_cdf_triton import heaviest_of, limit_of, sum_of, ticks_of, weights_of
 from blocksparse.kernels.select.top_k_triton import cut, first_of, sortable, width_of_rows
 from blocksparse.kernels.select.vertical_slash import ChosenRuns
 from blocksparse.launch.launches import remembered
@@ -211,31 +211,12 @@ def _fewest(
     mass = tl.load(mass_ptr + h * mass_stride + tl.zeros([1, 1], tl.int32)).to(tl.float32)
     # A mass of 0 has no smaller neighbour, from which `limit_of` starts.
     target = tl.where(mass > 0.0, limit_of(total, tl.maximum(mass, 1.1754943508222875e-38), True), 0)
-
-    # As `top_cdf` does: `COLS` lines that weigh `spare` or less weigh no more together than may be missing.
-    spare = (tl.maximum(total - target, 0).to(tl.float32) / COLS).to(tl.int32, bitcast=True)
-    low = tl.maximum(tl.minimum(spare, _MOST_TICKS) - 16, 0)
-    high = tl.where(target > 0, _MOST_TICKS, low + 1)
-    key = ticks.to(tl.int32, bitcast=True)
-    lightest = cut(key, tl.maximum(ticks, 0.0), low, high, total.to(tl.float32), target.to(tl.float32), True)
-    lightest = lightest.to(tl.float32, bitcast=True)
-    above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
-    ties = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
-    missing = target - above
-    unit = lightest.to(tl.int32).to(tl.int64)
-    if any_of((target > 0) & ((missing <= 0) | (ties * unit < missing))):
-        lightest = exact_cut(ticks, target)
-        above = sum_of(tl.where(ticks > lightest, ticks, 0.0))
-        ties = tl.sum((ticks == lightest).to(tl.int64), 1, keep_dims=True)
-        missing = target - above
-        unit = lightest.to(tl.int32).to(tl.int64)
-    tied = first_of(ticks == lightest, ties, unit, missing, True)
-    taken = (ticks > 0.0) & (target > 0) & ((ticks > lightest) | tied)
-
+    taken = heaviest_of(ticks, total, target, COLS, True)
     number = tl.sum(taken.to(tl.int32), 1, keep_dims=True)
     wanted = tl.minimum(tl.maximum(number, tl.minimum(least, n)), most)
     if any_of(wanted != number):
         low = tl.zeros_like(number) - 1  # the bits of no tick, and of -1.0, which lies outside, are far below
+        key = ticks.to(tl.int32, bitcast=True)
         taken = _best(key, low, low + _MOST_TICKS + 1, wanted.to(tl.float32), n, COLS)
     _store(taken_ptr, head, line, taken, n, True)
 

@@ -297,7 +297,9 @@ class GuidedChoice:
         The model may be run again for other budgets. What is known of it is kept.
         """
         if not self._known:
-            self._known.update(self.run(self._first()))
+            # One candidate of each unit: the cheapest of the first, the next one of the next, and so on.
+            some = enumerate(self._cheaper.values())
+            self._known.update(self.run([names[i % len(names)] for i, names in some if names]))
         while True:
             known = choose(self._options(self._known), budgets)
             promised = choose(self._options(self._guesses(budgets) | self._known), budgets)
@@ -310,10 +312,6 @@ class GuidedChoice:
     def all_dense(self) -> list[Option]:
         """Dense attention in each unit."""
         return [Option(DENSE, cost, (0.0, 0.0)) for cost in self.dense.values()]
-
-    def _first(self) -> list[Key]:
-        """One candidate of each unit: the cheapest of the first, the next one of the next, and so on."""
-        return [some[number % len(some)] for number, some in enumerate(self._cheaper.values()) if some]
 
     def _guesses(self, budgets: Sequence[float]) -> dict[Key, Losses]:
         errors = {key: self.errors[key] for some in self._cheaper.values() for key in some}

@@ -268,7 +268,8 @@ class Bench:
                 dense = dense_attention(*part, AttentionSpec(scale=call.scale))
                 for candidate in some:
                     trace = candidate.pipeline().trace(*part, scale=call.scale)
-                    evaluation = Evaluation(float(trace.density().mean()), _distance(trace.output.out, dense))
+                    error = (trace.output.out.double() - dense.double()).abs().sum() / dense.double().abs().sum()
+                    evaluation = Evaluation(float(trace.density().mean()), float(error))
                     self.journal.note(key(unit, candidate), asdict(evaluation))
                     self.work.did("comparing attention", EVALUATION)
 
@@ -340,9 +341,3 @@ class Bench:
     def _read_with(self, prompt: TunePrompt, see: Callable[[Call], None]) -> None:
         with on_attention(self.network, see), torch.inference_mode():
             self.network(prompt.ids.to(self.network.device), use_cache=False, logits_to_keep=1)
-
-
-def _distance(out: Tensor, dense: Tensor) -> float:
-    """Relative L1, in float64."""
-    distance = (out.double() - dense.double()).abs().sum() / dense.double().abs().sum()
-    return float(distance)
