@@ -25,7 +25,7 @@ from benchmarks.pipelines import budget
 from benchmarks.quality import smollm2, with_yarn
 from benchmarks.run import environment
 from benchmarks.tasks.__main__ import CAN, WINDOWS_FROM, samples_of, windows
-from benchmarks.tasks.measure import Texts, attached, attention_ms, density_of, replies
+from benchmarks.tasks.measure import Texts, attached, attention_ms, replies
 from benchmarks.tasks.methods import ALWAYS_SPARSE, DENSE, Method
 from benchmarks.tasks.paired import difference
 from benchmarks.tasks.sample import Haystack, Sample
@@ -108,7 +108,7 @@ def quality(model: Model, method: Method, samples: Samples, texts: Texts) -> Row
     return {
         "scores": {task: [next(scores) for _ in some] for task, some in samples.items()},
         "kl": statistics.fmean(losses),
-        "density": None if recorder is None else density_of(model, recorder),
+        "density": None if recorder is None else recorder.mean_density(),
     }
 
 

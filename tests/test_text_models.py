@@ -1,4 +1,4 @@
-"""Commands on ten families of models: each works, or says in one sentence why not."""
+"""Commands on thirteen families of models: each works, or says in one sentence why not."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ pytest.importorskip("scipy")
 pytest.importorskip("cattrs")
 
 import transformers
+from torch import Tensor
 
 from blocksparse import Schedule, mean_pooling
-from blocksparse.hosts.transformers import attach
+from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import base_model, text_config
+from blocksparse.testing import make_qkv
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT
-from blocksparse.tools.demo.measure import perplexity
+from blocksparse.tools.demo.measure import build, measure, perplexity
 from blocksparse.tools.demo.model import load
 from blocksparse.tools.tune import tune
 from tests.tiny_model import byte_tokenizer
@@ -48,6 +51,7 @@ WORKS: dict[str, Callable[[], Any]] = {
     "phi": lambda: transformers.PhiConfig(**GROUPED),
     "opt": lambda: transformers.OPTConfig(**ENDS, **SIZES, ffn_dim=64, word_embed_proj_dim=64),
     "gpt2": lambda: transformers.GPT2Config(**ENDS, n_embd=64, n_layer=2, n_head=4, n_positions=1024),
+    "lfm2": lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**ENDS, **SIZES),
     "gemma3": lambda: transformers.Gemma3Config(
         text_config={
@@ -125,7 +129,8 @@ def test_commands_work_on_decoders_of_all_families(
     printed = capsys.readouterr().out
     if command == "inspect":
         found = json.loads(printed)
-        assert len(found["presets"][0]["layers"]) + len(found["skipped"]) == 2
+        attending = 1 if name == "lfm2" else 2  # its first layer is a convolution
+        assert len(found["presets"][0]["layers"]) + len(found["skipped"]) == attending
         assert found["presets"][0]["next_token_kl"] > 0
     elif command == "demo":
         dense, sparse = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
@@ -150,6 +155,30 @@ def test_the_helper_names_the_parts_of_every_family(name: str, tmp_path: Path) -
         )
         # The first token has no prediction, and is counted by the model's loss no more than here.
         assert found == pytest.approx(float(network(ids, labels=ids).loss.exp()), rel=1e-4)
+
+
+def test_layers_without_attention_do_not_count_as_dense(tmp_path: Path) -> None:
+    """A hybrid model, of whose two layers one attends: its density is the model's, in `demo` and in a plan."""
+    model = load(saved(WORKS["lfm2"](), tmp_path / "lfm2"), device=torch.device("cpu"))
+    network, pipeline = model.network.float(), mean_pooling(0.4, block=32)
+    prompt = build(model.tokenizer, TEXT.read_text(encoding="utf-8"), tokens=400, depth=0.5)
+    attending = recorded(network, pipeline, prompt.ids)
+    assert 0 < attending < 0.9
+    row = measure(model, prompt, "half", pipeline, warm_up=make_qkv(N=400, D=16))
+    assert row.density == pytest.approx(attending)
+    prompts, held = tiny.prompts(1, 0), tiny.prompts(1, 1)
+    plan = tune(network, prompts, held, journal=tmp_path / "journal", minimise="density", positions=60)
+    (verified,) = plan.evidence.plan.lengths
+    assert verified.density == pytest.approx(recorded(network, plan.schedule(network), held[0].ids), rel=1e-4)
+    assert verified.density < 0.9
+
+
+def recorded(network: Any, pipeline: AnyPipeline | Schedule, ids: Tensor) -> float:
+    """The density of layer 1."""
+    recorder = DensityRecorder()
+    with torch.no_grad(), attach(network, pipeline, min_tokens=1, min_queries=1, recorder=recorder):
+        network(ids, use_cache=False)
+    return float(recorder.density()[1].mean())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

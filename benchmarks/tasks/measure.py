@@ -107,7 +107,7 @@ def measure(model: Model, method: Method, samples: Mapping[str, Sequence[Sample]
         method.setting,
         texts.readings[0].prompt.ids.shape[1],
         {task: [next(scores) for _ in some] for task, some in samples.items()},
-        density_of(model, recorder),
+        recorder.mean_density(),
         statistics.fmean(losses),
         statistics.fmean(perplexities),
     )
@@ -123,12 +123,3 @@ def attention_ms(model: Model, method: Method, texts: Texts, *, batch: int, repe
             model.network.model(ids.repeat(batch, 1), use_cache=False)
             times.append(1000 * sight.seconds())
     return statistics.median(times[1:])
-
-
-def density_of(model: Model, recorder: DensityRecorder) -> float:
-    """The mean over layers of what was recorded; dense layers count as 1."""
-    layers = int(model.network.config.num_hidden_layers)
-    sparse = recorder.density()
-    sparse = sparse.mean(-1) if sparse.numel() else sparse.new_empty(0)
-    known = sparse[~sparse.isnan()]
-    return (float(known.sum()) + layers - len(known)) / layers

@@ -210,6 +210,8 @@ def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
         plan.schedule(tiny.network(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))  # equal weights
     with pytest.raises(TuneError, match=r"\(it differs in layers: 3 and 4\)"):
         plan.schedule(tiny.network(num_hidden_layers=4))
+    with pytest.raises(TuneError, match=r"embed_tokens.weight is on the meta device, offloaded"):
+        plan.schedule(tiny.network().to("meta"))
     assert plan.schedule(model.to(torch.float64)).resolve(3)[0] is None  # the same numbers in another dtype
     model.to(torch.float32)
 

@@ -107,6 +107,15 @@ class DensityRecorder:
                 density[layer, : kept.shape[0]] = kept.cpu() / self._pairs[layer]
         return density
 
+    def mean_density(self) -> float:
+        """The mean density over the layers that attended and their heads; 1 for layers without a sparse call.
+
+        Layers of a hybrid model that have no attention do not count. 1 if nothing was recorded.
+        """
+        layers = {*self._sparse, *self._dense}
+        each = [float(self._kept[x].mean()) / self._pairs[x] if x in self._kept else 1.0 for x in layers]
+        return sum(each) / len(each) if each else 1.0
+
     def table(self) -> str:
         """A line per layer: sparse calls, their density (mean, and range over heads), dense calls by reason."""
         lines = [f"{'layer':>5}  {'sparse':>6}  {'density':>7}  {'heads':<13}  dense"]

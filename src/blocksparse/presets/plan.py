@@ -35,9 +35,18 @@ class Fingerprint:
 
     @classmethod
     def of(cls, network: Any) -> Fingerprint:
-        """The fingerprint of a transformers model; the same on every device."""
+        """The fingerprint of a transformers model; the same on every device.
+
+        Raises:
+            TuneError: the model does not hold its weights, as one that accelerate offloads.
+        """
         config, digest = text_config(network), hashlib.sha256()
         for name, weight in network.named_parameters():
+            if weight.is_meta:
+                raise TuneError(
+                    f"the model must hold its weights: {name} is on the meta device, offloaded or not loaded. "
+                    "Make the schedule with a model that is not offloaded, and attach it to this one."
+                )
             flat = weight.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
             digest.update(f"{name} {tuple(weight.shape)} ".encode() + some.numpy().tobytes())

@@ -157,9 +157,7 @@ def measure(
         method,
         first_token_s,
         attention_s,
-        float(recorder.density().nan_to_num(1.0).mean())
-        if recorder.sparse_calls()
-        else 1.0,  # some layers are dense
+        recorder.mean_density(),
         perplexity(network, read.last_hidden_state, ids, prompt.is_text.to(model.device)),
         reply := answer(model, token, read.past_key_values),
         prompt.is_answered_by(reply),

@@ -39,7 +39,6 @@ class Verifier:
 
     bench: Bench
     held: Sequence[TunePrompt]
-    layers: int  # of the model
 
     def noise(self, sparse: Iterable[int]) -> Verified:
         """Everything kept in all layers that can be sparse."""
@@ -90,8 +89,7 @@ class Verifier:
                 f"layer {dense[0]} was dense in a held prompt, though it was sparse in another one. "
                 "Hold longer prompts."
             )
-        sparse = float(recorder.density()[sorted(layers)].mean(-1).sum()) if layers else 0.0
-        return {**asdict(loss), "density": (sparse + self.layers - len(layers)) / self.layers}
+        return {**asdict(loss), "density": recorder.mean_density()}
 
 
 @final
@@ -233,7 +231,7 @@ class Session:
         bench = Bench(network, Journal.open(journal, about), Work(report, {}), positions)
         layers = bench.sparse_layers(_longest(prompts), model.layers)
         units = [unit for layer in layers for unit in Unit.of_layer(layer, model.kv_heads, head_groups)]
-        return cls(bench, model, units, prompts, Verifier(bench, held, model.layers), about, batch)
+        return cls(bench, model, units, prompts, Verifier(bench, held), about, batch)
 
     @property
     def longest(self) -> TunePrompt:
