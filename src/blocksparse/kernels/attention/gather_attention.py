@@ -8,10 +8,8 @@ and `gain` what the block adds, both relative to the same running maximum. A row
 `patience` times in a row (S2O, algorithm 3). Nothing is moved: keys, values and queries are read, and outputs written, where
 they stand.
 
-The op has four implementations. `gather_attention_triton.py` has the portable Triton kernel. `gather_attention_hopper.py`
-has the kernel for Hopper, for the arguments that `fits_hopper` names. CPU tensors take the compiled kernel of
-`cpu_attention.py`. The plain torch below serves float64, and hosts where nothing is compiled; it computes in fp32 or better.
-In all of them the same rows stop after the same blocks.
+The kernel for Hopper takes the arguments that `fits_hopper` names. In all implementations the same rows stop after the same
+blocks.
 """
 
 from __future__ import annotations

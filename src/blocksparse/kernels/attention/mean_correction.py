@@ -8,7 +8,6 @@
 over the blocks `j` that a row does not keep and that every query of it sees whole. On a GPU it takes three launches. One
 pools keys and values, one selects the blocks of each row, and one attends with all queries to these means and joins the
 result to `o`. So the kernels of exact attention do not change, and it takes about `1 / block` of dense attention's time.
-Elsewhere it is the plain torch below, some rows at a time.
 
 A block of which a mean is not finite gives NaN to the queries that it enters, and no bit to others.
 """

@@ -9,13 +9,9 @@ blocks are masked by original position: by causality, and by a sliding window if
 before that, and have a sink in its softmax (`LogitChange`). The softmax is in base 2, sums are in fp32, and the result is
 exact up to rounding.
 
-There are two kernels: the portable one in `sparse_attention_triton.py`, and the one for Hopper in
-`sparse_attention_hopper.py`. The tiles say which of them runs.
-`tests/kernels/attention/references.py` specifies both in plain torch.
-
-Two approximations are off unless asked for, and while they are off they cost the exact kernel nothing: leaving out the
-products of negligible weights, and 8-bit operands with scales. Only the portable kernel has them, and
-the same file specifies them.
+The tiles say whether the portable kernel or the one for Hopper runs. Two approximations are off unless asked for, and while
+they are off they cost the exact kernel nothing: leaving out the products of negligible weights, and 8-bit operands with
+scales. Only the portable kernel has them.
 
 `int8_attention`: Softmax attention over lists of kept blocks, from 8-bit operands as `tile_operands.py` makes them, for Hopper.
 

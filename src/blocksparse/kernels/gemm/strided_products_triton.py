@@ -5,8 +5,8 @@ tokens of a tensor `[B, H, N, D]`; nothing is copied to make one. A tile of cell
 descriptors if the GPU has them. Cells may lack tokens at the tail and where a chunk starts: a tile that holds such a cell is
 read token by token.
 
-`sums_of_tiles`: One program multiplies a tile of query cells with a tile of key cells. It leaves, for each query cell, the best logit in the
-tile of key cells, and the sums of weights over each block of keys, relative to that logit.
+`sums_of_tiles`: one program leaves, for each query cell of its tile, the best logit in its tile of key cells, and the sums of
+weights over each block of keys, relative to that logit.
 """
 
 from __future__ import annotations

@@ -5,14 +5,13 @@
     gather   out[b, h, i] = x[b, h // (H / Hx), index[b, h, i]]
     scatter  out[b, h, index[b, h, i]] = x[b, h, i]
 
-On GPUs one launch does it, which reads every row and every index once; other devices take the plain torch below. Blocks of
-rows that are not needed need not be moved.
+One launch reads every row and every index once. Blocks of rows that are not needed need not be moved.
 
 `gather_pages` reads the keys and values of one request from the pages of a cache.
 
     k[0, h, t] = keys[pages[t // page_size], h, t % page_size], and v likewise
 
-On GPUs one launch does it, which reads the table itself, whatever strides the cache has.
+One launch does it, which reads the table itself, whatever strides the cache has.
 
 `band_channels` takes the channels of a band of rotary pairs from mean queries and mean keys, with a temperature for each
 query head. Channel `i` and channel `i + D / 2` are a pair; `first` and `end` count pairs.

@@ -1,14 +1,12 @@
 """The positions that blocks hold, and masks of blocks as lists.
 
-`block_places` and `block_bounds`: on a GPU one launch serves queries and keys, and makes the positions together with their
-bounds; other devices take the plain torch below.
+`block_places` and `block_bounds`: one launch serves queries and keys, and makes the positions together with their bounds.
 
 `block_lists`:
 
     index[row] = columns kept and full, ascending, then columns kept and partial, ascending, then zeros
 
-On GPUs one launch counts and writes every row by itself, without a sort, and nothing is read back to the host. CPU
-tensors take the plain torch below, with the same result.
+On GPUs one launch counts and writes every row by itself, without a sort, and nothing is read back to the host.
 """
 
 from __future__ import annotations

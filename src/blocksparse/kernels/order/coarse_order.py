@@ -20,8 +20,7 @@ not depend on their scores. Positions are below 2^24, which the caller checks (`
 
 On GPUs five launches serve some segments at a time, without a sort. The first finds the range. The second computes all
 scores and writes their steps, a byte each. The third searches for the step at which a row is full, and writes the keys that
-are kept. Two more order these by a counting sort. CPUs with a C++ compiler do the same in `cpu_scores.cpp`. Other CPUs, and
-float64, take the plain torch below.
+are kept. Two more order these by a counting sort.
 
 `mean_and_products`: The mean query of every segment, and the product of every query with one vector per KV head (S2O, eq. 1
 and 2).
@@ -29,8 +28,7 @@ and 2).
     mean[b, h, g]     = sum_i q[b, h, i] / (queries of segment g)     over the queries `i` of segment g
     products[b, h, i] = q[b, h, i] . guide[b, h // R]
 
-Both are computed in fp32 or better. On GPUs one launch reads every query once, and CPUs with a C++ compiler do so in
-`cpu_scores.cpp`; other CPUs, and float64, take the plain torch below.
+Both are computed in fp32 or better, from one reading of every query.
 """
 
 from __future__ import annotations

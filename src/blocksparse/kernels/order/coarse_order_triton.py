@@ -1,7 +1,7 @@
 """The Triton kernels of `order/coarse_order.py`.
 
-Keys that are kept are ordered by a counting sort. Each program takes a chunk of a row's kept keys. The first kernel counts how many keys of each step
-its chunk has. From the counts of all chunks, the second knows where in the output its keys of each step begin.
+Keys that are kept are ordered by a counting sort, a chunk of a row's kept keys by each program. The first kernel counts how
+many keys of each step its chunk has. From the counts of all chunks, the second knows where its keys of each step begin.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.device_functions import rows_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.order.coarse_order import STEPS
 from blocksparse.kernels.order.coarse_steps_triton import (
@@ -146,31 +147,17 @@ def mean_and_products_triton(q: Tensor, guide: Tensor, S: int, lead: int = 0) ->
     block_d = power_of_2(D)
     _mean_and_products_kernel[(segments, H, B)](
         q, guide, mean, products, q.stride()[:3], M, segments, lead, H // guide.shape[1],
-        D=D, BLOCK_D=block_d, S=S, ROWS=rows_of(S, block_d), num_warps=4,
+        D=D, BLOCK_D=block_d, S=S, ROWS=max(1, min(power_of_2(S), _MEAN_TILE // block_d)), num_warps=4,
     )  # fmt: skip
     return mean, products
 
 
-def rows_of(S: int, block_d: int) -> int:
-    """How many queries a program holds at a time."""
-    return max(1, min(power_of_2(S), _MEAN_TILE // block_d))
-
-
 @triton.jit
-def _some_queries(
-    q_at, q_stride, start, first, M,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The queries from place `first` of a segment on, `[ROWS, BLOCK_D]`; zeros where there are none."""
-    dims = tl.arange(0, BLOCK_D)[None, :]
+def _places(start, first, M, S: tl.constexpr, ROWS: tl.constexpr):
+    """Queries from place `first` of a segment on, and which of them there are."""
     place = first + tl.arange(0, ROWS)
     row = start + place
-    there = (place < S) & (row >= 0) & (row < M)
-    if BLOCK_D == D:
-        inside = there[:, None]
-    else:
-        inside = there[:, None] & (dims < D)
-    return tl.load(q_at + row.to(tl.int64)[:, None] * q_stride + dims, mask=inside, other=0.0)
+    return row, (place < S) & (row >= 0) & (row < M)
 
 
 @remembered
@@ -184,18 +171,18 @@ def _mean_and_products_kernel(
     dims = tl.arange(0, BLOCK_D)[None, :]
     guide_at = guide_ptr + (b * (tl.num_programs(1) // heads_per_guide) + h // heads_per_guide) * D
     guide = tl.load(guide_at + dims, mask=dims < D, other=0.0)
-    q_at = q_ptr + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
     products_at = products_ptr + bh * M
     start = segment * S - lead
     sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    upcoming = _some_queries(q_at, q_strides[2], start, 0, M, D, BLOCK_D, S, ROWS)
+    row, there = _places(start, 0, M, S, ROWS)
+    upcoming = rows_of(q_ptr, q_strides, b, h, row, there, D, BLOCK_D, False)
     for first in range(0, S, ROWS):
         q = upcoming.to(tl.float32)
-        upcoming = _some_queries(q_at, q_strides[2], start, first + ROWS, M, D, BLOCK_D, S, ROWS)
+        row, there = _places(start, first + ROWS, M, S, ROWS)
+        upcoming = rows_of(q_ptr, q_strides, b, h, row, there, D, BLOCK_D, False)
         sums += q
-        place = first + tl.arange(0, ROWS)
-        row = start + place
-        tl.store(products_at + row, tl.sum(q * guide, 1), mask=(place < S) & (row >= 0) & (row < M))
+        row, there = _places(start, first, M, S, ROWS)
+        tl.store(products_at + row, tl.sum(q * guide, 1), mask=there)
     queries = tl.minimum(start + S, M) - tl.maximum(start, 0)
     mean = tl.sum(sums, 0)[None, :] / queries
     tl.store(mean_ptr + (bh * segments + segment) * D + dims, mean, mask=dims < D)

@@ -1,15 +1,10 @@
-"""The steps of `coarse_order` on a GPU: histograms of scores, and the choice by them.
-
-The Triton kernels of `coarse_order` that score: the range of every row, then the step of every key in a byte.
+"""The Triton kernels of `coarse_order` that score and choose: each row's range, the step of every key, and those that are kept.
 
 A row is the mean query of one segment and one query head. A program holds a tile of rows on chip, and walks a share of the
 keys. Rows are numbered segment by segment, with the query heads that share keys side by side. The size of a tile of rows
 does not depend on the prompt, so that a score has the same bits however the prompt is cut into chunks.
 
-The Triton kernel of `coarse_order` that chooses which keys are kept: one program per row, without a sort.
-
-A key has a step, a number from 0 to 255, and keys of low steps are better. A row keeps its keys of the lowest steps, `count`
-of them or all that it has. So the kernel searches for the greatest step that is kept. All better keys are kept. Of the keys
+`choose` has one program per row. A row keeps its keys of the lowest steps, `count` of them or all that it has. So it searches for the greatest step that is kept. All better keys are kept. Of the keys
 of that step (the tied ones), as many are kept as there is room for, in order of position. A sample guesses that step, and a
 search among the 16 steps around the guess counts all keys. If the step may lie outside them, a search among all steps
 follows.
@@ -25,8 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blocksparse.kernels.common.device_functions import rows_of
 from blocksparse.kernels.common.hardware import Hardware, hardware_of
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.gemm.strided_products_triton import total
 from blocksparse.kernels.order.coarse_order import SAMPLED, STEPS
 from blocksparse.kernels.order.segments_triton import options_of_weights
 from blocksparse.launch.launches import remembered
@@ -86,10 +83,7 @@ def _tile_of_rows(
     there = place < heads * G
     g = tl.where(there, place // heads, 0)
     head = h * heads + place % heads
-    dims = tl.arange(0, BLOCK_D)
-    at = mean_ptr + b.to(tl.int64) * mean_strides[0] + head.to(tl.int64) * mean_strides[1]
-    at = (at + g.to(tl.int64) * mean_strides[2])[:, None] + dims[None, :]
-    mean = tl.load(at, mask=there[:, None] & (dims < D)[None, :], other=0.0)
+    mean = rows_of(mean_ptr, mean_strides, b, head, g, there, D, BLOCK_D, False)
     row = (b * key_heads * heads + head).to(tl.int64) * G + g
     last = tl.minimum((tl.program_id(0) + 1) * BLOCK_M, heads * G) - 1
     return b, h, mean, row, tl.where(there, until + g * S, 0), there, until + last // heads * S
@@ -98,10 +92,7 @@ def _tile_of_rows(
 @triton.jit
 def _scores(mean, k_ptr, k_strides, b, h, key, end, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Scores of the keys `key`, `[BLOCK_M, BLOCK_N]` fp32; those from `end` on count as zeros."""
-    dims = tl.arange(0, BLOCK_D)
-    at = k_ptr + b.to(tl.int64) * k_strides[0] + h.to(tl.int64) * k_strides[1]
-    at = at + key.to(tl.int64)[:, None] * k_strides[2] + dims[None, :]
-    keys = tl.load(at, mask=(key < end)[:, None] & (dims < D)[None, :], other=0.0)
+    keys = rows_of(k_ptr, k_strides, b, h, key, key < end, D, BLOCK_D, False)
     return tl.dot(mean, tl.trans(keys), input_precision="ieee")
 
 
@@ -180,12 +171,6 @@ def row_of_maps(H, G, until, S, count):
 
 
 @triton.jit
-def _total(x):
-    """The sum of `x` `[1, n]`. Triton 3.7 cannot sum a tensor of one axis for sm_100, so `x` has two."""
-    return tl.sum(tl.sum(x, 1), 0)
-
-
-@triton.jit
 def _at_most(words, step):
     """A 1 in each byte of the result where that byte `w` of `words` is at most `step`, else a 0; all are from 0 to 255.
 
@@ -210,7 +195,7 @@ def _sum_of_bytes(words):
     Each word's bytes are added in pairs into two fields of 16 bits, at most 510 each, then these to each other.
     """
     pairs = (words & 0x00FF00FF) + ((words >> 8) & 0x00FF00FF)
-    return _total((pairs & 0xFFFF) + (pairs >> 16))
+    return tl.sum(tl.sum((pairs & 0xFFFF) + (pairs >> 16), 1), 0)
 
 
 @triton.jit
@@ -315,6 +300,6 @@ def choose(
             kept_key = ((some >> (8 * byte)) << 24) | (position + byte)
             is_there = ((is_kept >> (8 * byte)) & 1) != 0
             tl.store(kept_at + slot + ((slots >> (8 * byte)) & 255), kept_key, mask=is_there)
-        total = _total(of_thread[None, :])
-        kept += total & 0xFFFF
-        tied += total >> 16
+        of_tile = total(of_thread)
+        kept += of_tile & 0xFFFF
+        tied += of_tile >> 16

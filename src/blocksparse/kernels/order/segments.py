@@ -6,8 +6,7 @@
 
 On GPUs there are two passes over the keys, neither of which stores a product. The first finds the largest logit of every
 query and the sum of its weights. The second adds up the weights of each key. Sums are in a fixed order, which depends on `N`
-alone. CPUs with a C++ compiler take the kernel in `cpu_scores.cpp`, which holds the products of a few queries. Other CPUs,
-and float64, take the plain torch below, which holds all products of a KV head at once.
+alone. The kernel for CPUs holds the products of a few queries, the plain torch below all those of a KV head.
 
 `segment_sort` orders tokens by falling value inside each whole segment of `S` tokens:
 
@@ -18,7 +17,7 @@ stays in place. A coarse sort compares only the upper bits of fp32 values, as ma
 segment. With S = 1024 these are sign, exponent and 13 bits of the fraction.
 
 On GPUs, for fp32 values and `S` a power of two up to 4096, one launch sorts segments on chip, as int64, or as int32 if the
-sort is coarse. Everything else takes the plain torch below, on whatever device the values are.
+sort is coarse.
 """
 
 from __future__ import annotations

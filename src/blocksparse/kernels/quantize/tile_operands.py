@@ -10,7 +10,7 @@ Queries and keys are rotated first, `x @ H / sqrt(D)` with `H[i, j] = (-1)^popco
 are, and rounding errs by about a third less, since a large entry is spread over all.
 
 A token with an infinity or a NaN makes its own scale NaN, and that of its group, whose tokens then all become NaN; other
-tokens do not change. On GPUs one launch reads every token once; other tensors take the plain torch below.
+tokens do not change. One launch reads every token once.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ whose entries are all smaller than 1e-30 counts as zero; the scale of one with a
 
 A scale is that of a token, or shared by the tokens of a block. An index of -1 is an empty slot, which gets zeros and a scale
 of zero. On GPUs one launch reads every token once and writes 8 bits a number, to the bit what the plain torch below writes.
-CPU tensors and float64 take the plain torch.
 
 `fp8_values` does so with one scale for each token:
 

@@ -3,10 +3,9 @@
     block_mean        out[b, h, i] = sum_j x[b, h, j] / (tokens of block i)
     block_similarity  out[b, h, i] = |mean_j (x[b, h, j] - c[b, h]) / |x[b, h, j] - c[b, h]||^2, at most 1
 
-Sums are over the tokens `j` of block `i`; `c` is the mean of all tokens. On GPUs each is one launch that reads every token
-once, through an index map if one is given, so that no token is moved; `c` takes one more pass. Means of queries and keys
-share a launch. CPUs with a C++ compiler do the same in `cpu_scores.cpp`; other CPUs, and float64, take the plain torch
-below. Sums are in fp32 or better, in a fixed order.
+Sums are over the tokens `j` of block `i`, in a fixed order; `c` is the mean of all tokens. On GPUs each is one launch that
+reads every token once, through an index map if one is given, so that no token is moved; `c` takes one more pass. Means of
+queries and keys share a launch.
 """
 
 from __future__ import annotations

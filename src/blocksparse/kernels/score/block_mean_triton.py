@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.device_functions import alike, asked, head_at, not_asked
+from blocksparse.kernels.common.device_functions import alike, asked, head_at, not_asked, rows_of
 from blocksparse.kernels.common.sizes import HeadMask, cdiv, empty_together, power_of_2
 from blocksparse.launch.launches import remembered
 
@@ -113,7 +113,6 @@ def _pooled(
 ):  # fmt: skip
     """Stores the mean, or the similarity, of block `block` of head `h` of `heads`."""
     source_h = h // heads_per_source
-    x_at = x_ptr + b.to(tl.int64) * x_strides[0] + source_h.to(tl.int64) * x_strides[1]
     dims = tl.arange(0, BLOCK_D)[None, :]
     if CENTRED:
         centre_at = centre_ptr + (b.to(tl.int64) * (heads // heads_per_source) + source_h) * D
@@ -128,15 +127,10 @@ def _pooled(
             token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=there, other=0)
         else:
             token = slot
-        x_rows = x_at + token.to(tl.int64)[:, None] * x_strides[2] + dims
-        if BLOCK_D == D:
-            inside = there[:, None]
-        else:
-            inside = there[:, None] & (dims < D)
-        x = tl.load(x_rows, mask=inside, other=0.0).to(tl.float32)
+        x = rows_of(x_ptr, x_strides, b, source_h, token, there, D, BLOCK_D, False).to(tl.float32)
         if SIMILARITY:
             if CENTRED:
-                x = tl.where(inside, x - centre, 0.0)
+                x = tl.where(there[:, None] & (dims < D), x - centre, 0.0)
             length = tl.sqrt_rn(tl.sum(x * x, 1))
             x = x / tl.where(length == 0.0, 1.0, length)[:, None]
         sums += x

@@ -1,8 +1,7 @@
 """Weights of the last queries, the observation window: by column and diagonal, and by block.
 
-`last_query_weights` is a softmax over all keys, summed along columns and along diagonals. There are three implementations.
-GPUs take the Triton kernels in `last_queries_triton.py`. CPUs with a C++ compiler take the kernel in `cpu_scores.cpp`. Other
-CPUs, float64, and on GPUs many queries and sliding windows take the plain torch below, which computes in fp32 or better.
+`last_query_weights` is a softmax over all keys, summed along columns and along diagonals. The kernel for GPUs leaves out many
+queries and sliding windows.
 
 `last_query_sums` sums it over blocks of keys and over bands of distances:
 
@@ -10,8 +9,8 @@ CPUs, float64, and on GPUs many queries and sliding windows take the plain torch
     bands[b, h, j]    and to the distances `j run` to `j run + run - 1`
 
 These are `run_sums` of the two results of `last_query_weights`, in causal calls without a window. Sums over runs need no
-weight of a single key, so each tile of logits is computed once. It gives sums for each query, which are divided by the
-query's whole sum when that is known. GPUs have a Triton kernel; other devices sum the weights.
+weight of a single key, so the kernel for GPUs computes each tile of logits once. It gives sums for each query, which are
+divided by the query's whole sum when that is known.
 """
 
 from __future__ import annotations

@@ -8,10 +8,8 @@ over its slots `r`, with `s(r) = slots - 1 - r` if `flipped`, else `r`. A query 
 cells that it reaches; a block holds the mass of its pairs of cells. If `joint`, all query cells of a row of blocks spread a
 mass of 1 together: there is one softmax over all their pairs.
 
-There are three implementations. GPUs take the Triton kernels in `strided_mass_triton.py`, which keep no logits. CPUs with a
-C++ compiler take the kernel in `cpu_scores.cpp`, unless `joint`. All else takes the plain torch below, which computes in
-fp32 or better. That is other CPUs, float64, and on GPUs blocks that do not fill tiles or shared memory, and sliding windows over
-cells of several slots.
+No kernel keeps the logits. The one for GPUs leaves out blocks that do not fill tiles or shared memory, and sliding windows
+over cells of several slots; the one for CPUs leaves out `joint`.
 """
 
 from __future__ import annotations

@@ -5,16 +5,13 @@
     out[b, h, i] = sum_r x[b, h, r] / (tokens of cell i)
 
 over the tokens `r` of cell `i`. On GPUs one launch reads every token once, through an index map if one is given, so that no
-token is moved. CPU tensors and float64 take the plain torch below. Both add the tokens of a cell one after another in fp32
-and round the quotient once, so that they give the same bits. Products of these means follow on tensor cores.
+token is moved. It and the plain torch below add the tokens of a cell one after another in fp32 and round the quotient once, so
+that they give the same bits. Products of these means follow on tensor cores.
 
 `group_max`: a group is `g` consecutive slots. The product of two groups is `q[t] . k[t]` summed over their places `t`; the
 score of a block is the best product of its pairs of groups. A pair takes part if the row of blocks may see some key of the
 group, and if some slot has a token in both groups. Short groups are compared over the tokens that are there.
-
-There are two implementations. GPUs take the Triton kernel in `strided_means_triton.py`, which keeps no product. CPU tensors,
-float64, blocks that do not fill tiles, and sliding windows take the plain torch below. It computes in fp32 or better, and on
-a CPU takes half precision to the compiled products.
+The kernel keeps no product; it leaves out blocks that do not fill tiles, and sliding windows.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.device_functions import alike, head_at
+from blocksparse.kernels.common.device_functions import alike, head_at, rows_of
 from blocksparse.kernels.common.sizes import cdiv, empty_together, power_of_2
 from blocksparse.kernels.gemm.products import StridedPooling
 from blocksparse.kernels.gemm.strided_products_triton import (
@@ -100,7 +100,7 @@ def _means(
     PADDED: tl.constexpr,
 ):  # fmt: skip
     """Stores the means of `CELLS` cells from `first` on, of head `h` of `heads`."""
-    x_at = x_ptr + b.to(tl.int64) * x_strides[0] + (h // heads_per_source).to(tl.int64) * x_strides[1]
+    source_h = h // heads_per_source
     dims = tl.arange(0, BLOCK_D)[None, :]
     cell = first + tl.arange(0, CELLS)
     start = cell * SLOTS - lead
@@ -115,11 +115,7 @@ def _means(
                 token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=there, other=0)
             else:
                 token = slot
-            inside = there[:, None]
-            if BLOCK_D != D:
-                inside = inside & (dims < D)
-            x = tl.load(x_at + token.to(tl.int64)[:, None] * x_strides[2] + dims, mask=inside, other=0.0)
-            sums += x.to(tl.float32)
+            sums += rows_of(x_ptr, x_strides, b, source_h, token, there, D, BLOCK_D, False).to(tl.float32)
     if PADDED:
         tokens = tl.full([CELLS], SLOTS, tl.int32)
     else:

@@ -13,8 +13,8 @@ The heaviest lines (columns, bands or distances) of each head are as many as hol
 `fewest` and `heaviest_of_both` give running counts, `heaviest` which lines are taken.
 
 Ties go to the line that stands first. Shares are of ticks (`top_cdf.py`), so that they do not depend on the order of
-summation. On GPUs one launch searches each head's lines for the lightest that is taken; rows of over `LONGEST` lines, CPU
-tensors and float64 take the plain torch below, which sorts. Both choose the same lines.
+summation. On GPUs one launch searches each head's lines, `LONGEST` at most, for the lightest that is taken. The plain torch
+below sorts, and chooses the same lines.
 """
 
 from __future__ import annotations
