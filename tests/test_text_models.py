@@ -173,6 +173,15 @@ def test_layers_without_attention_do_not_count_as_dense(tmp_path: Path) -> None:
     assert verified.density < 0.9
 
 
+def test_the_picture_is_of_a_layer_with_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.Lfm2Config(**GROUPED, layer_types=["full_attention", "conv"])
+    folder = saved(config, tmp_path / "lfm2")
+    assert run("demo", folder, tmp_path / "out") == 0
+    assert main(["demo", "--model", str(folder), "--layer", "1", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "'--layer' must be a layer with attention: 1. The nearest one is 0." in said
+
+
 def recorded(network: Any, pipeline: AnyPipeline | Schedule, ids: Tensor) -> float:
     """The density of layer 1."""
     recorder = DensityRecorder()

@@ -43,7 +43,7 @@ def add_to(commands: Commands) -> None:
         help="folder of a transformers model, or a model that is downloaded once: qwen2.5-coder-1.5b, "
         "qwen2.5-coder-0.5b or gemma-3-270m; default: SmolLM2-135M-Instruct",
     )
-    parser.add_argument("--layer", type=int, help="layer of the picture; default: 8")
+    parser.add_argument("--layer", type=int, help="layer of the picture; default: the nearest to 8")
     parser.add_argument("--head", type=int, help="query head of the picture; default: 1")
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the output files")
     add_json(parser)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -17,12 +17,13 @@ from rich.table import Table
 
 from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.layers.schedule import text_config
+from blocksparse.layers.schedule import base_model, text_config
 from blocksparse.presets.text import mean_pooling, pbs_attn
 from blocksparse.tools.demo import read_text
 from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure
 from blocksparse.tools.demo.model import SHIPPED, Model, convert_smollm2, fetch, load
 from blocksparse.tools.demo.picture import Panel, draw
+from blocksparse.tools.demo.watch import watch
 
 _REPLY = 10  # letters of an answer in the table; the JSON file has all
 
@@ -140,7 +141,8 @@ def run(settings: DemoSettings, console: Console, *, progress: Console) -> list[
 
         begin("getting the model ready")
         model = _model(settings, begin)
-        layer, head = _layer_and_head(model, settings)
+        attending = _attending(model)
+        layer, head = _layer_and_head(model, settings, attending)
         if settings.tokens > model.longest:
             raise UserError(
                 f"'--tokens' must be at most {model.longest}, what the model can read: {settings.tokens}"
@@ -150,9 +152,8 @@ def run(settings: DemoSettings, console: Console, *, progress: Console) -> list[
         def step() -> None:
             bar.advance(task)
 
-        layers = text_config(model.network).num_hidden_layers
         methods = len(settings.pipelines)
-        bar.update(task, total=layers * (1 + methods) + 2)
+        bar.update(task, total=len(attending) * (1 + methods) + 2)
         begin("reading with dense attention")
         dense = measure(model, prompt, "dense", None, keep_layer=layer, on_layer=step)
         rows = [dense]
@@ -179,17 +180,28 @@ def _model(settings: DemoSettings, begin: Callable[[str], None]) -> Model:
     return model
 
 
-def _layer_and_head(model: Model, settings: DemoSettings) -> tuple[int, int]:
+def _attending(model: Model) -> list[int]:
+    """The layers that attend: those of a hybrid model do not all."""
+    found = set[int]()
+    with torch.inference_mode(), watch(model.network, on_qkv=lambda layer, *_: found.add(layer)):
+        base_model(model.network)(torch.zeros(1, 8, dtype=torch.int64, device=model.device), use_cache=False)
+    return sorted(found)
+
+
+def _layer_and_head(model: Model, settings: DemoSettings, attending: Sequence[int]) -> tuple[int, int]:
     config = text_config(model.network)
-    chosen = []
-    for name, wanted, default, count in (
-        ("--layer", settings.layer, _LAYER, config.num_hidden_layers),
-        ("--head", settings.head, _HEAD, config.num_attention_heads),
+    heads = config.num_attention_heads
+    for name, wanted, count in (
+        ("--layer", settings.layer, config.num_hidden_layers),
+        ("--head", settings.head, heads),
     ):
         if wanted is not None and not 0 <= wanted < count:
             raise UserError(f"'{name}' must be from 0 to {count - 1}: {wanted}")
-        chosen.append(min(default, count - 1) if wanted is None else wanted)
-    return chosen[0], chosen[1]
+    near = _LAYER if settings.layer is None else settings.layer
+    layer = min(attending, key=lambda each: abs(each - near))
+    if settings.layer not in (None, layer):
+        raise UserError(f"'--layer' must be a layer with attention: {near}. The nearest one is {layer}.")
+    return layer, min(_HEAD, heads - 1) if settings.head is None else settings.head
 
 
 def _picture(dense: MethodResult, settings: DemoSettings, layer: int, head: int) -> None:
