@@ -619,6 +619,30 @@ def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
     assert recorder.sparse_calls() == {-1: 2}
 
 
+# ---- layers without attention
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [
+        (Schedule(None, layers={0: DENSE_LIMIT}), 0),
+        (Schedule(None, layers={-2: DENSE_LIMIT}), -2),
+        (Schedule(DENSE_LIMIT, same_choice=((0, 1),)), 0),
+    ],
+)
+def test_a_schedule_gives_no_pipeline_to_a_layer_without_attention(schedule: Schedule, named: int) -> None:
+    """The first of the two layers is a convolution. A choice that layer 1 should take would never be made."""
+    model = small_model("lfm2_moe")
+    said = rf"^layer {named} of Lfm2MoeForCausalLM has no attention that .* Leave it out of .* have: \[1\]\.$"
+    with pytest.raises(ValueError, match=said):
+        attach(model, schedule)
+    for dense in (Schedule(DENSE_LIMIT, dense=[0]), Schedule(DENSE_LIMIT, layers={0: None})):
+        recorder = DensityRecorder()
+        with attached(model, recorder, dense):
+            model(tokens(80))
+        assert recorder.sparse_calls() == {1: 1}
+
+
 # Every model that transformers can build small
 
 

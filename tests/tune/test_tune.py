@@ -33,6 +33,7 @@ from blocksparse.tools.tune.journal import Journal, Work
 from blocksparse.tools.tune.prompts import by_length
 from blocksparse.tools.tune.run import ErrorBounds, sparge_search
 from blocksparse.tools.tune.sensitivity import Bench, Reading
+from tests.hosts.small_models import small_model
 from tests.tune import tiny
 
 
@@ -215,7 +216,13 @@ def test_layers_with_a_softcap_stay_dense(tmp_path: Path) -> None:
         tuned(model, tmp_path / "all")
     model.model.layers[1].self_attn.attn_logit_softcapping = None
     bench = Bench(model, Journal.open(tmp_path / "one", {}), Work(lambda *_: None, {}), 60)
-    assert bench.sparse_layers(prompt, 2) == [1]
+    assert bench.sparse_layers(prompt) == [1]
+
+
+def test_layers_that_share_one_attention_have_no_plan(tmp_path: Path) -> None:
+    bench = Bench(small_model("zamba"), Journal.open(tmp_path / "j", {}), Work(lambda *_: None, {}), 60)
+    with pytest.raises(TuneError, match="ZambaForCausalLM does not say in which layer it is, so"):
+        bench.sparse_layers(TunePrompt(torch.arange(200)[None], ((196, 200),)))
 
 
 def test_a_layer_that_gives_nothing_but_zeros_stays_dense(tmp_path: Path) -> None:

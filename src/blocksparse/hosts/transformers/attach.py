@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from enum import StrEnum
+from itertools import chain
 from typing import Any, Final, TypeAlias, cast, final
 from uuid import uuid4
 from weakref import finalize, ref
@@ -214,8 +215,8 @@ def attach(
         TypeError: `model` does not hold exactly one transformers model, or `pipeline` is not a pipeline.
         ValueError: no attention of the model asks transformers which function to call, or a part of the model does
             arithmetic on masks. Or its attention function is not one of transformers. Or the model lacks a layer
-            that the schedule names, or shares one attention among its layers. Or transformers is too old for
-            `continuous_batching`.
+            that the schedule names, or shares one attention among its layers. Or the schedule has a pipeline for a
+            layer without attention. Or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
     read_again()  # sinks that were written to since, which not every write says of itself
@@ -226,7 +227,7 @@ def attach(
     flag.check(continuous_batching=continuous_batching)
     size.check(min_tokens=min_tokens, min_queries=min_queries)
     optional(size).check(min_window=min_window)
-    outcomes = Outcomes(type(model).__name__, recorder)
+    outcomes, configs = Outcomes(type(model).__name__, recorder), _configs(model)
     layers = {
         layer: LayerAttention(
             attention if attention is None or audit is None else AuditedAttention(attention, layer, audit),
@@ -237,7 +238,6 @@ def attach(
     }  # fmt: skip
     eager = frozenset(id(module) for module in model.modules() if _attends_by_itself(module))
     adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), eager, outcomes, _trained(model))
-    configs = _configs(model)
     _refuse_own_masks(model)
     _refuse_own_functions(configs, model)
     _refuse_shared(configs, adapter.modules, model)
@@ -359,4 +359,12 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attentio
                 f"{type(model.config).__name__} has no num_hidden_layers"
             )
         layers.update(enumerate(shared(schedule, count)))
+        attending = {layer_of(x) for x in model.modules() if asks_for_its_function(type(x))}
+        sparse = (layer for layer, attention in schedule.layers.items() if attention is not None)
+        for named in (*sparse, *chain.from_iterable(schedule.same_choice)):
+            if named % count not in attending:
+                raise ValueError(
+                    f"layer {named} of {type(model).__name__} has no attention that a pipeline could replace. "
+                    f"Leave it out of the Schedule. These layers have: {sorted(attending - {-1})}."
+                )
     return layers

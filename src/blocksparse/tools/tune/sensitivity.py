@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.layers.schedule import LayerPipeline, Schedule, text_config
+from blocksparse.layers.schedule import Schedule, text_config
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.order.permutation import Identity
 from blocksparse.pipeline import Pipeline
@@ -199,14 +199,13 @@ class Bench:
     positions: int  # of the text at which predictions are compared
     _read: dict[int, Reading] = field(factory=dict, init=False)
 
-    def attached(self, layers: Mapping[int, LayerPipeline | None], recorder: DensityRecorder | None = None) -> Any:
-        """The model with these layers sparse, at any length."""
+    def attached(self, schedule: Schedule, recorder: DensityRecorder | None = None) -> Any:
+        """The model with this schedule, at any length."""
         from blocksparse.hosts.transformers import attach
 
-        schedule = Schedule(None, layers=layers)
         return attach(self.network, schedule, min_tokens=1, min_queries=1, recorder=recorder, min_window=None)
 
-    def sparse_layers(self, prompt: TunePrompt, layers: int) -> list[int]:
+    def sparse_layers(self, prompt: TunePrompt) -> list[int]:
         """Layers that attend as a pipeline may: causal, without a window or another mask, a softcap or sinks."""
 
         def measure() -> list[int]:
@@ -216,7 +215,7 @@ class Bench:
                 if call.plain:
                     plain.add(call.layer)
 
-            attached = self.attached(dict.fromkeys(range(layers), EVERYTHING), recorder)
+            attached = self.attached(Schedule(EVERYTHING), recorder)
             with attached, on_attention(self.network, see), torch.inference_mode():
                 self.network(prompt.ids.to(self.network.device), use_cache=False, logits_to_keep=1)
             if not (found := sorted(plain & set(recorder.sparse_calls()))):
@@ -224,6 +223,11 @@ class Bench:
                 reasons |= {"softcap or attention sinks, which tune does not compare"} if not plain else set()
                 raise TuneError(
                     f"no layer of the model can be sparse. Its attention is dense: {', '.join(reasons)}."
+                )
+            if found[0] < 0:
+                raise TuneError(
+                    f"the attention of {type(self.network).__name__} does not say in which layer it is, so a plan "
+                    "cannot name its layers. Attach one pipeline to all of them."
                 )
             return found
 
@@ -325,7 +329,7 @@ class Bench:
 
         def measure(pipeline: AnyPipeline) -> dict[str, Any]:
             reading = self.reading(prompt, keep_outputs=True)
-            with self.attached({unit.layer: unit.alone(pipeline)}):
+            with self.attached(Schedule(None, layers={unit.layer: unit.alone(pipeline)})):
                 return asdict(reading.losses(unit.layer))
 
         noise = self.journal.once(f"loss {number} {unit} everything", partial(measure, EVERYTHING))

@@ -14,7 +14,7 @@ from attrs import asdict, define, frozen
 
 import blocksparse
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
-from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.presets.named import Candidate, TuneError
 from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Plan, Try
@@ -82,7 +82,7 @@ class Verifier:
 
     def _measure(self, prompt: TunePrompt, layers: Mapping[int, LayerPipeline]) -> dict[str, Any]:
         reading, recorder = self.bench.reading(prompt, keep_outputs=False), DensityRecorder()
-        with self.bench.attached(layers, recorder):
+        with self.bench.attached(Schedule(None, layers=layers), recorder):
             loss = reading.losses()
         if dense := sorted(set(layers) & set(recorder.dense_calls())):
             raise TuneError(
@@ -229,7 +229,7 @@ class Session:
             "versions": {"blocksparse": blocksparse.__version__, **versions},
         }
         bench = Bench(network, Journal.open(journal, about), Work(report, {}), positions)
-        layers = bench.sparse_layers(_longest(prompts), model.layers)
+        layers = bench.sparse_layers(_longest(prompts))
         units = [unit for layer in layers for unit in Unit.of_layer(layer, model.kv_heads, head_groups)]
         return cls(bench, model, units, prompts, Verifier(bench, held), about, batch)
 
