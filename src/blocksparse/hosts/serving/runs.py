@@ -1,9 +1,4 @@
-"""Which requests of a batch go sparse, why the others do not, and where the rows of the former lie.
-
-Runs       `Runs`: some rows of a batch, of which one range is taken as a view and several as a copy.
-Prefills   `Prefills`: where the prompts of one step lie that go sparse, in the batch and in the cache.
-Split      Which requests of a batch go sparse, and why the others do not.
-"""
+"""Which requests of a batch go sparse, why the others do not, and where the rows of the former lie."""
 
 from __future__ import annotations
 
@@ -98,14 +93,7 @@ class Prefills:
         page_size: int,
         remaining: Sequence[int] | None = None,
     ) -> Prefills:
-        """
-        Args:
-            requests: those that go sparse.
-            pages: their pages. `[requests, pages]`.
-            starts: first query of each request, and the end of the last one.
-            keys: tokens of each request, context and queries together.
-            remaining: later tokens of each prompt. None if the engine does not tell.
-        """
+        """Those of `requests`, whose pages are `[requests, pages]`; the rest is as in `Split.of`."""
         table = PageTable(pages, [keys[request] for request in requests], page_size=page_size)
         rows = tuple([(starts[request], starts[request + 1]) for request in requests])
         return cls(table, rows, tuple([0 if remaining is None else remaining[request] for request in requests]))
@@ -163,7 +151,7 @@ class Split:
             min_tokens: shorter requests are dense.
             min_queries: requests with fewer queries are dense.
             pays: gives the reason why a request of these sizes is dense. None if it pays.
-            remaining: later tokens of each prompt. None if None.
+            remaining: later tokens of each prompt. None if the engine does not tell.
             dense: why the whole batch is dense, if it is.
             own: why single requests are dense, by their index.
         """

@@ -1,8 +1,4 @@
-"""Whether sparse attention saves time for a request, for each of the different pipelines of an engine's layers.
-
-Worth   `Worth`: whether it pays that a request goes sparse, by its sizes alone, before any layer runs.
-Kinds   `Kinds`: the different pipelines of an engine's layers, and how a batch is split for each.
-"""
+"""Whether sparse attention saves time for a request, by its sizes and by the pipeline of a layer."""
 
 from __future__ import annotations
 

@@ -82,13 +82,7 @@ class SplitMetadata:
         build: Callable[[Any], Any],
         remaining: list[int] | None = None,
     ) -> SplitMetadata:
-        """
-        Args:
-            common: vLLM's CommonAttentionMetadata of the whole batch.
-            keys: tokens of each request, context and queries together.
-            build: makes native metadata of a batch.
-            remaining: as in `Prefills.of`.
-        """
+        """From vLLM's CommonAttentionMetadata of the whole batch; `build` makes native metadata of a batch."""
         if not split.sparse.ranges:
             return cls(split.reasons)
         starts = common.query_start_loc_cpu.tolist()

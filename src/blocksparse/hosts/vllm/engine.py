@@ -1,9 +1,4 @@
-"""What one engine of vLLM has: its settings, its pipelines, and a worker that says how much memory they take.
-
-Engine         `Engine`: what all layers of one vLLM engine share.
-RecordReader   Methods that vLLM's workers get, for `--worker-extension-cls`: they read the record out of
-               another process.
-"""
+"""What one engine of vLLM has: its settings, its pipelines, and a worker that says how much memory they take."""
 
 from __future__ import annotations
 
@@ -150,7 +145,7 @@ def layer_of(name: str) -> int:
 
 @final
 class RecordReader:
-    """`llm.collective_rpc("blocksparse_table")` gives the table of each worker."""
+    """For `--worker-extension-cls`: `llm.collective_rpc("blocksparse_table")` gives the table of each worker."""
 
     vllm_config: Any  # of the worker
 

@@ -117,12 +117,8 @@ def _consume(WG: gl.constexpr, C, given, SKIP: gl.constexpr):
     queries, and `slot` is `visit % 2`.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty = given.barriers
-    buffers, items, k_position_strides, scale = (
-        given.buffers,
-        given.buffers.items,
-        given.strides.k_position,
-        given.sizes.scale,
-    )
+    buffers, items, scale = given.buffers, given.buffers.items, given.sizes.scale
+    k_position_strides = given.strides.k_position
     HALF: gl.constexpr = buffers.out.dtype
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     EIGHTS: gl.constexpr = gl.NVMMASharedLayout(C.DQ, 8, rank=2)

@@ -27,6 +27,7 @@ is made of three tf32 products on the tensor cores, and as exact as one in fp32.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -183,6 +184,13 @@ class StridedPooling:
     def windowed(self) -> bool:
         """Whether a window hides cells, which only the implementations in plain torch leave out."""
         return self.behind is not None or self.q_floor is not None
+
+
+def fillers(
+    q: Tensor, k: Tensor, of: StridedPooling, means: Callable[[Tensor, int, int], Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """What empty slots of queries and of keys hold, for `strided_view`: the means of their cells, or zeros."""
+    return (None, None) if of.padded_tail else (means(q, of.slots, of.q_lead), means(k, of.slots, 0))
 
 
 def strides_behind(window: int, slots: int) -> int:

@@ -11,6 +11,8 @@ weights over each block of keys, relative to that logit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from blocksparse.kernels.common.device_functions import alike, head_at, head_strides
 from blocksparse.kernels.common.hardware import Hardware, hardware_of, has_descriptors, needed
 from blocksparse.kernels.common.sizes import copies_in_bulk
+from blocksparse.kernels.gemm.products import StridedPooling
 from blocksparse.launch.launches import remembered
 
 
@@ -73,6 +76,22 @@ def strided_boxes(x: Tensor, slots: int, lead: int, block: int, block_k: int) ->
         (*x.shape[:2], slots, count, x.shape[3]), (b, h, n, slots * n, d), cells.storage_offset()
     )
     return TensorDescriptor.from_tensor(view, [1, 1, 1, block, block_k])
+
+
+def sources_and_options(
+    q: Tensor, k: Tensor, of: StridedPooling, tiles: ProductTiles | None
+) -> tuple[tuple[TensorDescriptor | None, TensorDescriptor | None], dict[str, Any]]:
+    """Descriptors of the cells of `q` and `k`, and the options of a launch; by `tiles_for` unless `tiles` are given."""
+    tma = can_use_tma(q, k)
+    tiles = tiles or tiles_for(q, tma=tma)
+    q_source = strided_boxes(q, of.slots, of.q_lead, tiles.block_m, tiles.block_k) if tma else None
+    k_source = strided_boxes(k, of.slots, 0, tiles.block_n, tiles.block_k) if tma else None
+    return (q_source, k_source), {
+        "TMA": q_source is not None and k_source is not None,
+        "SHORT": any(end % of.slots for end in (of.q_lead, of.q_lead + q.shape[2], k.shape[2])),
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+        "num_warps": tiles.num_warps, "num_stages": tiles.num_stages,
+    }  # fmt: skip
 
 
 def head_strides_of(x: Tensor | None) -> tuple[int, ...] | None:

@@ -138,12 +138,8 @@ def consume(WG: gl.constexpr, C, given, change):
     `rescale` has the factors that make the sums so far relative to the same numbers as the weights.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty = given.barriers
-    buffers, items, k_position_strides, scale = (
-        given.buffers,
-        given.buffers.items,
-        given.strides.k_position,
-        given.sizes.scale,
-    )
+    buffers, items, scale = given.buffers, given.buffers.items, given.sizes.scale
+    k_position_strides = given.strides.k_position
     window, cap, reference, sinks_ptr = change
     HALF: gl.constexpr = buffers.q.dtype
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

@@ -282,12 +282,8 @@ def load_keys(C, given):
 @gluon.jit
 def load_values(C, given):
     """Loads the values of the tiles of queries that `load_keys` takes: it reads their items when their queries are there."""
-    v_desc, lists_ptr, v_pieces, items = (
-        given.descriptors.v,
-        given.pointers.lists,
-        given.buffers.v,
-        given.buffers.items,
-    )
+    v_desc, lists_ptr = given.descriptors.v, given.pointers.lists
+    v_pieces, items = given.buffers.v, given.buffers.items
     q_full, q_empty, k_full, k_empty, v_full, v_empty = given.barriers
     BOXES: gl.constexpr = C.DV // BOX_COLS
     visit = 0

@@ -32,10 +32,7 @@ def _fp8_scale(largest):
 def _values_at(source, slot, inside, at, inverse_at, D: tl.constexpr):
     """Values in slots, their largest entries, and the inverses of their scales; stores these, and the scales' logarithms."""
     x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source = source
-    dims = tl.arange(0, D)[None, :]
-    x, there = read_tokens(
-        x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, dims, D, D
-    )
+    x, there = read_tokens(x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, D, D)
     largest = largest_of(x)
     scale = _fp8_scale(largest)
     inverse = inverse_of(scale)
@@ -96,9 +93,7 @@ def value_kernel(
     fours = tl.cdiv(slots, 16) * 4
     for copy in tl.static_range(2):
         if copy == 1:
-            codes = _codes(
-                x0 * inverse0, x1 * inverse1, x2 * inverse2, x3 * inverse3, HARDWARE,
-            )  # fmt: skip
+            codes = _codes(x0 * inverse0, x1 * inverse1, x2 * inverse2, x3 * inverse3, HARDWARE)
         else:
             codes = _codes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse, HARDWARE)
         values_at = values_ptr + (((b.to(tl.int64) * 2 + copy) * H + h) * D + down) * fours + four[None, :]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blocksparse.kernels.common.device_functions import head_at
+from blocksparse.kernels.common.device_functions import rows_of
 from blocksparse.kernels.quantize.tokens import INT8_LIMIT
-from blocksparse.kernels.quantize.tokens_triton import INTERPRETED, largest_of, read_tokens, scale_of
+from blocksparse.kernels.quantize.tokens_triton import INTERPRETED, largest_of, scale_of, tokens_in
 from blocksparse.launch.launches import remembered
 
 
@@ -95,24 +95,12 @@ def _product(x, matrix, dtype: tl.constexpr):
 def _rotated(x_ptr, x_strides, b, h, heads_per_source, token, there, matrix, D: tl.constexpr):
     """Tokens times the whole Hadamard matrix [[M, M], [M, -M]], as the first and the second half of the entries."""
     HALF: tl.constexpr = D // 2
-    dims = tl.arange(0, HALF)[None, :]
-    first, _ = read_tokens(x_ptr, x_strides, None, None, b, h, heads_per_source, token, there, dims, HALF, HALF)
-    second, _ = read_tokens(
-        x_ptr + HALF, x_strides, None, None, b, h, heads_per_source, token, there, dims, HALF, HALF
-    )
+    source_h = h // heads_per_source
+    first = rows_of(x_ptr, x_strides, b, source_h, token, there, HALF, HALF, False).to(tl.float32)
+    second = rows_of(x_ptr + HALF, x_strides, b, source_h, token, there, HALF, HALF, False).to(tl.float32)
     first = _product(first, matrix, x_ptr.dtype.element_ty)
     second = _product(second, matrix, x_ptr.dtype.element_ty)
     return first + second, first - second
-
-
-@triton.jit
-def _tokens_in(index_ptr, index_strides, b, h, slot, inside):
-    """The token in each slot, and whether there is one."""
-    token, there = slot, inside
-    if index_ptr is not None:
-        token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=inside, other=-1)
-        there = token >= 0
-    return token, there
 
 
 @triton.jit
@@ -149,7 +137,7 @@ def query_kernel(
     for step in range(steps):
         slot = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
         inside = slot < slots
-        token, there = _tokens_in(index_ptr, index_strides, b, h, slot, inside)
+        token, there = tokens_in(index_ptr, index_strides, b, h, slot, inside)
         first, second = _rotated(x_ptr, x_strides, b, h, heads_per_source, token, there, matrix, D)
         scale = scale_of(_larger(first, second), _INT8_LIMIT)
         inverse = inverse_of(scale)
@@ -179,7 +167,7 @@ def key_kernel(
         part = tl.program_id(0) * steps + step
         slot = part * ROWS + tl.arange(0, ROWS)
         inside = slot < slots
-        token, there = _tokens_in(index_ptr, index_strides, b, h, slot, inside)
+        token, there = tokens_in(index_ptr, index_strides, b, h, slot, inside)
         first, second = _rotated(x_ptr, x_strides, b, h, heads_per_source, token, there, matrix, D)
         scale = scale_of(_larger(first, second), _INT8_LIMIT)
         tl.store(token_scale_ptr + head * slots + slot, scale * root, mask=inside)

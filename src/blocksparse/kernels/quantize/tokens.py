@@ -166,7 +166,5 @@ def fp8_values(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
     Args:
         index: `[B, H, slots]` int32, the value in each slot. `Hkv` divides `H`. None leaves values in place.
     """
-    if index is not None:
-        v = gather_rows.reference(v, index.clamp_min(0)).masked_fill((index < 0).unsqueeze(-1), 0.0)
-    values, scale = fp8_per_token(v)
+    values, scale = fp8_per_token(in_slot_order(v, index))
     return values.contiguous(), scale

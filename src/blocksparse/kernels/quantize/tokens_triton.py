@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.device_functions import alike, head_at
+from blocksparse.kernels.common.device_functions import alike, head_at, rows_of
 from blocksparse.kernels.common.hardware import converts_to_fp8
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.quantize.tokens import FP8_LIMIT, INT8_LIMIT
@@ -15,22 +15,22 @@ from blocksparse.launch.launches import remembered
 
 
 @triton.jit
-def read_tokens(
-    x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, dims,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Tokens in slots `slot` `[ROWS]` as fp32 `[ROWS, BLOCK_D]`, and which of them exist; zeros for the others."""
-    there = inside
-    token = slot
+def tokens_in(index_ptr, index_strides, b, h, slot, inside):
+    """The token in each slot, and whether there is one."""
+    token, there = slot, inside
     if index_ptr is not None:
         token = tl.load(index_ptr + head_at(index_strides, b, h) + slot, mask=inside, other=-1)
         there = token >= 0
-    x_at = x_ptr + b.to(tl.int64) * x_strides[0] + (h // heads_per_source).to(tl.int64) * x_strides[1]
-    x_at = x_at + token.to(tl.int64)[:, None] * x_strides[2] + dims
-    if BLOCK_D == D:
-        x = tl.load(x_at, mask=there[:, None], other=0.0)
-    else:
-        x = tl.load(x_at, mask=there[:, None] & (dims < D), other=0.0)
+    return token, there
+
+
+@triton.jit
+def read_tokens(
+    x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Tokens in slots `slot` `[ROWS]` as fp32 `[ROWS, BLOCK_D]`, and which of them exist; zeros for the others."""
+    token, there = tokens_in(index_ptr, index_strides, b, h, slot, inside)
+    x = rows_of(x_ptr, x_strides, b, h // heads_per_source, token, there, D, BLOCK_D, False)
     return x.to(tl.float32), there
 
 
@@ -171,7 +171,7 @@ def tile_of(head_dim: int, block: int) -> tuple[int, int]:
 
 @triton.jit
 def _tokens(
-    x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, start, first, slots, dims, centre,
+    x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, start, first, slots, centre,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Tokens `[ROWS, BLOCK_D]` fp32 less `centre`; their slots, which this program writes, and which hold a token."""
@@ -179,7 +179,7 @@ def _tokens(
     slot = start + place
     inside = (place < STEP) & (slot >= 0) & (slot < slots)
     x, there = read_tokens(
-        x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, dims, D, BLOCK_D
+        x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, D, BLOCK_D
     )
     if centre is not None:
         x = tl.where(there[:, None], x - centre, 0.0)
@@ -219,15 +219,15 @@ def _int8_tokens_kernel(
     if SHARED:
         for first in range(0, end, ROWS):
             x, slot, inside, there = _tokens(
-                x_ptr, x_strides, index_ptr, index_strides, b, h, HEADS_PER_SOURCE, start, first, slots, dims,
-                centre, D, BLOCK_D, STEP, ROWS,
+                x_ptr, x_strides, index_ptr, index_strides, b, h, HEADS_PER_SOURCE, start, first, slots, centre,
+                D, BLOCK_D, STEP, ROWS,
             )  # fmt: skip
             largest = tl.maximum(largest, tl.max(largest_of(x)[None, :], 1))
     out_h = (b.to(tl.int64) * COPIES + copy) * H + h
     for first in range(0, end, ROWS):  # if one round holds all tokens, none is read again
         x, slot, inside, there = _tokens(
-            x_ptr, x_strides, index_ptr, index_strides, b, h, HEADS_PER_SOURCE, start, first, slots, dims,
-            centre, D, BLOCK_D, STEP, ROWS,
+            x_ptr, x_strides, index_ptr, index_strides, b, h, HEADS_PER_SOURCE, start, first, slots, centre,
+            D, BLOCK_D, STEP, ROWS,
         )  # fmt: skip
         if taken_ptr is not None:
             taken = tl.sum(x * mean, 1) * factor
@@ -263,7 +263,7 @@ def fp8_values_triton(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, T
         index = index.contiguous()
     values = torch.empty((B, H, slots, D), dtype=torch.uint8, device=v.device)
     scales = torch.empty((B, H, slots), dtype=torch.float32, device=v.device)
-    rows = rows_of(D)
+    rows = tokens_of(D)
     _fp8_values_kernel[(cdiv(slots, rows), H, B)](
         v, values, scales, index, v.stride()[:3], None if index is None else alike(*index.stride()[:2]),
         slots, H // v.shape[1],
@@ -272,7 +272,7 @@ def fp8_values_triton(v: Tensor, index: Tensor | None = None) -> tuple[Tensor, T
     return values.view(torch.float8_e4m3fn), scales
 
 
-def rows_of(head_dim: int) -> int:
+def tokens_of(head_dim: int) -> int:
     """Tokens per program."""
     return max(_TILE // power_of_2(head_dim), 16)
 
@@ -309,7 +309,7 @@ def _fp8_values_kernel(
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = slot < slots
     x, there = read_tokens(
-        x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, dims, D, BLOCK_D
+        x_ptr, x_strides, index_ptr, index_strides, b, h, heads_per_source, slot, inside, D, BLOCK_D
     )
     out_h = b.to(tl.int64) * tl.num_programs(1) + h
     scale = scale_of(largest_of(x), _FP8_VALUES_LIMIT)

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.compiled import load, parallel, python_calls, steps
 from blocksparse.kernels.common.sizes import ROOM, HeadMask, cdiv
-from blocksparse.kernels.gemm.products import StridedPooling, edge_means, strided_view
+from blocksparse.kernels.gemm.products import StridedPooling, edge_means, fillers, strided_view
 from blocksparse.launch.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -51,13 +51,9 @@ def strided_mass_on_cpu(
     factor: float = 1.0,
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32, as `strided_mass` has it, which is not joint."""
-    q_filler, k_filler = (
-        None if of.padded_tail else edge_means(x, of.slots, lead) for x, lead in ((q, of.q_lead), (k, 0))
-    )
-    q, k = (
-        strided_view(q, of.slots, of.q_lead, q_filler),
-        strided_view(k, of.slots, 0, k_filler),
-    )  # [B, H, cells, slots, D]
+    q_filler, k_filler = fillers(q, k, of, edge_means)
+    q = strided_view(q, of.slots, of.q_lead, q_filler)  # [B, Hq, cells, slots, D]
+    k = strided_view(k, of.slots, 0, k_filler)
     queries, keys = q.shape[2], k.shape[2]
     call = _StridedMassCall()
     held: list[Tensor | None] = [*call.tokens.set(q, k)]
@@ -71,10 +67,8 @@ def strided_mass_on_cpu(
     if of.causal:
         q_last, k_first, q_floor, k_last = of.q_last, of.k_first, of.q_floor, of.k_last
         if q_last is None or k_first is None:
-            q_last, k_first = (
-                ((cell + 1) * of.every - 1).view(1, 1, -1),
-                torch.arange(keys, dtype=torch.int32, device=q.device).view(1, 1, -1),
-            )
+            q_last = ((cell + 1) * of.every - 1).view(1, 1, -1)
+            k_first = torch.arange(keys, dtype=torch.int32, device=q.device).view(1, 1, -1)
             if of.behind is not None:
                 q_floor, k_last = q_last - of.behind - 1, k_first
         positions = [None if at is None else at.contiguous() for at in (q_last, q_floor, k_first, k_last)]

@@ -20,7 +20,14 @@ from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
 from blocksparse.kernels.common.sizes import ROOM
-from blocksparse.kernels.gemm.products import StridedPooling, edge_means, products, strided_view, wide_dtype
+from blocksparse.kernels.gemm.products import (
+    StridedPooling,
+    edge_means,
+    fillers,
+    products,
+    strided_view,
+    wide_dtype,
+)
 from blocksparse.kernels.score import cpu_scores
 
 _WORKSPACE = 2**28  # bytes of logits that are held at a time; their softmax takes as much again
@@ -71,9 +78,7 @@ def strided_mass(
             last of its rows may lack query cells.
     """
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
-    q_filler, k_filler = (
-        None if of.padded_tail else edge_means(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
-    )
+    q_filler, k_filler = fillers(q, k, of, edge_means)
     q_cells, k_cells = strided_view(q, slots, q_lead, q_filler), strided_view(k, slots, 0, k_filler)
     keys = k_cells.flatten(3)  # [B, H, cells, slots * D]
     column = torch.arange(keys.shape[2], device=q.device)

@@ -22,14 +22,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from blocksparse.kernels.common.hardware import fp32_products
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.gemm.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
-from blocksparse.kernels.gemm.products import StridedPooling
+from blocksparse.kernels.gemm.products import StridedPooling, fillers
 from blocksparse.kernels.gemm.strided_products_triton import (
     ProductTiles,
     can_use_tma,
     head_strides_of,
-    strided_boxes,
+    sources_and_options,
     sums_of_tiles,
-    tiles_for,
 )
 from blocksparse.kernels.score.strided_means_triton import edge_means_triton, strided_mean_triton
 from blocksparse.launch.launches import remembered
@@ -130,34 +129,21 @@ def _of_tokens(
 ) -> tuple[Callable[..., None], int, int]:
     """A launcher of the kernel over cells of tokens for a band, and the cells of queries and keys in a tile."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
-    slots, q_lead = of.slots, of.q_lead
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    q_filler, k_filler = (
-        None if of.padded_tail else edge_means_triton(x, slots, lead) for x, lead in ((q, q_lead), (k, 0))
-    )
-    tma = can_use_tma(q, k)
-    tiles = tiles if isinstance(tiles, ProductTiles) else tiles_for(q, tma=tma)
-    block_m, block_n = tiles.block_m, tiles.block_n
-    q_source, k_source = (
-        strided_boxes(x, slots, lead, block, tiles.block_k) if tma else None
-        for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
-    )
+    q_filler, k_filler = fillers(q, k, of, edge_means_triton)
+    sources, options = sources_and_options(q, k, of, tiles if isinstance(tiles, ProductTiles) else None)
 
     def launch(
         sums: Tensor, peak: Tensor, total: Tensor, first: int, last: int, end: int, q_tiles: int, k_tiles: int
     ) -> None:
         sums_of_tiles[(q_tiles * (Hq // H) * k_tiles, H, B)](
-            q_source, k_source, q, k, q_filler, k_filler, of.q_last, of.k_first, sums, peak, total,
+            *sources, q, k, q_filler, k_filler, of.q_last, of.k_first, sums, peak, total,
             q.stride()[:3], k.stride()[:3], head_strides_of(of.q_last), head_strides_of(of.k_first),
-            M, N, q_lead, first, last, first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), segment,
-            D=D, SLOTS=slots, WIDE=of.wide, GROUP=_GROUP,
-            CAUSAL=of.causal, FLIPPED=flipped, TMA=q_source is not None and k_source is not None,
-            SHORT=q_lead % slots != 0 or (q_lead + M) % slots != 0 or N % slots != 0,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            M, N, of.q_lead, first, last, first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), segment,
+            D=D, SLOTS=of.slots, WIDE=of.wide, GROUP=_GROUP, CAUSAL=of.causal, FLIPPED=flipped, **options,
         )  # fmt: skip
 
-    return launch, block_m, block_n
+    return launch, options["BLOCK_M"], options["BLOCK_N"]
 
 
 def _pooled(

@@ -15,13 +15,11 @@ from blocksparse.kernels.common.sizes import cdiv, empty_together, power_of_2
 from blocksparse.kernels.gemm.products import StridedPooling
 from blocksparse.kernels.gemm.strided_products_triton import (
     ProductTiles,
-    can_use_tma,
     grouped_tile,
     head_strides_of,
     largest,
-    strided_boxes,
+    sources_and_options,
     strided_products,
-    tiles_for,
 )
 from blocksparse.launch.launches import remembered
 
@@ -166,26 +164,16 @@ def group_max_triton(
     (B, Hq, M, D), (_, H, N, _) = q.shape, k.shape
     g, q_lead, high, wide, q_last, k_first = of.slots, of.q_lead, of.high, of.wide, of.q_last, of.k_first
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    tma = can_use_tma(q, k)
-    tiles = tiles or tiles_for(q, tma=tma)
-    block_m, block_n = tiles.block_m, tiles.block_n
-    q_source, k_source = (
-        strided_boxes(x, g, lead, block, tiles.block_k) if tma else None
-        for x, lead, block in ((q, q_lead, block_m), (k, 0, block_n))
-    )
+    sources, options = sources_and_options(q, k, of, tiles)
     rows, cols = -(-(q_lead + M) // (g * high)), -(-N // (g * wide))
-    q_tiles, k_tiles = cdiv(rows * high, block_m), cdiv(cols * wide, block_n)
+    q_tiles, k_tiles = cdiv(rows * high, options["BLOCK_M"]), cdiv(cols * wide, options["BLOCK_N"])
     best = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
     _group_max_kernel[(q_tiles * (Hq // H) * k_tiles, H, B)](
-        q_source, k_source, q, k, q_last, k_first, best,
+        *sources, q, k, q_last, k_first, best,
         q.stride()[:3], k.stride()[:3], head_strides_of(q_last), head_strides_of(k_first),
         M, N, q_lead, first_row, rows, cols, q_tiles, k_tiles,
         D=D, SLOTS=g, HIGH=high, WIDE=wide, GROUP=_GROUP,
-        CAUSAL=of.causal, PER_TOKEN=per_token, PADDED=of.padded_tail,
-        SHORT=q_lead % g != 0 or (q_lead + M) % g != 0 or N % g != 0,
-        TMA=q_source is not None and k_source is not None,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        CAUSAL=of.causal, PER_TOKEN=per_token, PADDED=of.padded_tail, **options,
     )  # fmt: skip
     return best
 
