@@ -62,6 +62,17 @@ def rows_of(ptr, strides, b, h, at, there, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
+def store_rows(out_ptr, x, head, M, row, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores `x` as rows `row` of head `head` of a contiguous tensor `[B * H, M, D]`, those that are `there`."""
+    dims = tl.arange(0, BLOCK_D)
+    target = out_ptr + (head * M + row)[:, None] * D + dims[None, :]
+    if BLOCK_D == D:
+        tl.store(target, x, mask=there[:, None])
+    else:
+        tl.store(target, x, mask=there[:, None] & (dims < D)[None, :])
+
+
+@triton.jit
 def step(scores, highest, MASKED: tl.constexpr):
     """With one more tile of scores `[rows, n]`: the new maximum of each row, weights, and by what old sums are multiplied.
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.device_functions import alike, head_at, head_strides
+from blocksparse.kernels.common.device_functions import alike, head_at, head_strides, rows_of, store_rows
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.layout.gather import LEAST_RMS
 from blocksparse.launch.launches import remembered
@@ -74,30 +74,6 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit
-def _gather_rows_read(x_ptr, strides, b, h, row, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `row` of head `(b, h)` of a tensor `[B, H, N, D]`."""
-    dims = tl.arange(0, BLOCK_D)
-    source = x_ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    source = source + row.to(tl.int64)[:, None] * strides[2] + dims[None, :]
-    if BLOCK_D == D:
-        x = tl.load(source, mask=there[:, None])
-    else:
-        x = tl.load(source, mask=there[:, None] & (dims < D)[None, :])
-    return x
-
-
-@triton.jit
-def _gather_rows_write(out_ptr, x, head, M, row, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Stores `x` as rows `row` of head `head` of a contiguous tensor `[B * H, M, D]`."""
-    dims = tl.arange(0, BLOCK_D)
-    target = out_ptr + (head * M + row)[:, None] * D + dims[None, :]
-    if BLOCK_D == D:
-        tl.store(target, x, mask=there[:, None])
-    else:
-        tl.store(target, x, mask=there[:, None] & (dims < D)[None, :])
-
-
 @remembered
 @triton.jit(do_not_specialize=["M", "wanted_ptr"])
 def _gather_rows_kernel(
@@ -122,11 +98,11 @@ def _gather_rows_kernel(
         source, target = named, here
     head = b.to(tl.int64) * tl.num_programs(1) + h
     # The loads of both tensors are in flight before either is written.
-    x = _gather_rows_read(x_ptr, x_strides, b, h // heads_per_source, source, there, DX, BLOCK_DX)
+    x = rows_of(x_ptr, x_strides, b, h // heads_per_source, source, there, DX, BLOCK_DX, False)
     if TWO:
-        y = _gather_rows_read(y_ptr, y_strides, b, h // heads_per_source, source, there, DY, BLOCK_DY)
-        _gather_rows_write(y_out_ptr, y, head, M, target, there, DY, BLOCK_DY)
-    _gather_rows_write(x_out_ptr, x, head, M, target, there, DX, BLOCK_DX)
+        y = rows_of(y_ptr, y_strides, b, h // heads_per_source, source, there, DY, BLOCK_DY, False)
+        store_rows(y_out_ptr, y, head, M, target, there, DY, BLOCK_DY)
+    store_rows(x_out_ptr, x, head, M, target, there, DX, BLOCK_DX)
 
 
 _GATHER_PAGES_TILE = 8192  # entries of a tensor per program

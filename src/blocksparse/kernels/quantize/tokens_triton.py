@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.device_functions import alike, head_at, rows_of
+from blocksparse.kernels.common.device_functions import alike, head_at, rows_of, store_rows
 from blocksparse.kernels.common.hardware import converts_to_fp8
 from blocksparse.kernels.common.sizes import cdiv, power_of_2
 from blocksparse.kernels.quantize.tokens import FP8_LIMIT, INT8_LIMIT
@@ -244,11 +244,7 @@ def _int8_tokens_kernel(
         # Around 1.5 * 2^23 (12582912) neighbouring floats differ by 1, so the sum is rounded to a whole number, ties to
         # even. Its lowest byte is that number in two's complement, since that of 12582912 (0xC00000 in the mantissa) is 0.
         rounded = (divided(x, scale) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-        values_at = values_ptr + (out_h * slots + slot)[:, None] * D + dims
-        if BLOCK_D == D:
-            tl.store(values_at, rounded, mask=inside[:, None])
-        else:
-            tl.store(values_at, rounded, mask=inside[:, None] & (dims < D))
+        store_rows(values_ptr, rounded, out_h, slots, slot, inside, D, BLOCK_D)
 
 
 _FP8_VALUES_LIMIT = tl.constexpr(FP8_LIMIT)
@@ -305,7 +301,6 @@ def _fp8_values_kernel(
 ):  # fmt: skip
     h = tl.program_id(1)
     b = tl.program_id(2)
-    dims = tl.arange(0, BLOCK_D)[None, :]
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = slot < slots
     x, there = read_tokens(
@@ -319,8 +314,4 @@ def _fp8_values_kernel(
         code = quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         code = fp8_bits(quotient)
-    values_at = values_ptr + (out_h * slots + slot)[:, None] * D + dims
-    if BLOCK_D == D:
-        tl.store(values_at, code, mask=inside[:, None])
-    else:
-        tl.store(values_at, code, mask=inside[:, None] & (dims < D))
+    store_rows(values_ptr, code, out_h, slots, slot, inside, D, BLOCK_D)

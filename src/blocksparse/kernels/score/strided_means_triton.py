@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.device_functions import alike, head_at, rows_of
+from blocksparse.kernels.common.device_functions import alike, head_at, rows_of, store_rows
 from blocksparse.kernels.common.sizes import cdiv, empty_together, power_of_2
 from blocksparse.kernels.gemm.products import StridedPooling
 from blocksparse.kernels.gemm.strided_products_triton import (
@@ -99,7 +99,6 @@ def _means(
 ):  # fmt: skip
     """Stores the means of `CELLS` cells from `first` on, of head `h` of `heads`."""
     source_h = h // heads_per_source
-    dims = tl.arange(0, BLOCK_D)[None, :]
     cell = first + tl.arange(0, CELLS)
     start = cell * SLOTS - lead
     sums = tl.zeros([CELLS, BLOCK_D], tl.float32)
@@ -120,11 +119,7 @@ def _means(
         tokens = tl.maximum(tl.minimum(start + SLOTS, N) - tl.maximum(start, 0), 1)
     count = tl.broadcast_to(tokens.to(tl.float32)[:, None], [CELLS, BLOCK_D])
     mean = tl.div_rn(sums, count)
-    out_at = out_ptr + ((b.to(tl.int64) * heads + h) * cells + cell)[:, None] * D + dims
-    inside = (cell < cells)[:, None]
-    if BLOCK_D != D:
-        inside = inside & (dims < D)
-    tl.store(out_at, mean, mask=inside)
+    store_rows(out_ptr, mean, b.to(tl.int64) * heads + h, cells, cell, cell < cells, D, BLOCK_D)
 
 
 @remembered
