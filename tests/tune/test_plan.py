@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import evolve
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
@@ -214,6 +217,21 @@ def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
         plan.schedule(tiny.network().to("meta"))
     assert plan.schedule(model.to(torch.float64)).resolve(3)[0] is None  # the same numbers in another dtype
     model.to(torch.float32)
+
+
+def test_a_plan_for_a_model_over_ranks(model: Any, saved: Path, tmp_path: Path) -> None:
+    """Tensor parallelism makes a DTensor of each weight."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh, sharded = init_device_mesh("cpu", (1,)), tiny.network()
+        for module in sharded.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                shards = distribute_tensor(weight, mesh, [Shard(0)])
+                module.register_parameter(name, torch.nn.Parameter(shards, requires_grad=False))
+        plan = Plan.load(saved)
+        assert plan.schedule(sharded) == plan.schedule(model)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("candidate", DEFAULT_CANDIDATES, ids=str)

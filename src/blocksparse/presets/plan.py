@@ -35,7 +35,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, network: Any) -> Fingerprint:
-        """The fingerprint of a transformers model; the same on every device.
+        """The fingerprint of a transformers model; the same on every device, and over ranks that all call it.
 
         Raises:
             TuneError: the model does not hold its weights, as one that accelerate offloads.
@@ -47,7 +47,8 @@ class Fingerprint:
                     f"the model must hold its weights: {name} is on the meta device, offloaded or not loaded. "
                     "Make the schedule with a model that is not offloaded, and attach it to this one."
                 )
-            flat = weight.detach().reshape(-1)
+            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # ranks may hold shards
+            flat = whole.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
             digest.update(f"{name} {tuple(weight.shape)} ".encode() + some.numpy().tobytes())
         settings = {name: getattr(config, name, None) for name in _OF_THE_CONFIG}
