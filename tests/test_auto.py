@@ -25,7 +25,7 @@ def by_share(alpha: float) -> bs.Pipeline[Any, Any, Any]:
 @pytest.mark.parametrize(
     ("quality", "text", "pictures"),
     [
-        ("careful", by_share(0.027), bs.sparge()),
+        ("careful", by_share(0.025), bs.sparge()),
         ("balanced", by_share(0.034), bs.sparge(0.95, 0.5)),
         ("fast", by_share(0.066), bs.sparge(0.9, 0.3)),
     ],

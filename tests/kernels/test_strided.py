@@ -270,14 +270,14 @@ def test_sampled_queries(M: int, window: int | None, device: str) -> None:
     if window is not None:
         placed |= {"q_floor": q_last - window, "k_last": keys}
     behind = None if window is None else window - 1
-    beside = torch.rand(1, 4, last_row - offset // block + 1, -(-300 // block), device=device)
-    more: dict[str, Any] = of | {"first_cell": first, "beside": beside, "factor": 0.5}
+    floor = torch.rand(1, 4, last_row - offset // block + 1, -(-300 // block), device=device)
+    more: dict[str, Any] = of | {"first_cell": first, "floor": floor, "factor": 0.5}
     ordered = of_mass(q, k, 1, **more, every=every, behind=behind)
     got = assert_mass(ordered)
     torch.testing.assert_close(got, assert_mass(of_mass(q, k, 1, **more, **placed)))
     alone = assert_mass(of_mass(q, k, 1, **of, first_cell=first, every=every, behind=behind))
-    assert bool((got >= beside).all())
-    torch.testing.assert_close(got[:, :, : alone.shape[2]], beside[:, :, : alone.shape[2]].maximum(0.5 * alone))
+    assert bool((got >= floor).all())
+    torch.testing.assert_close(got[:, :, : alone.shape[2]], floor[:, :, : alone.shape[2]].maximum(0.5 * alone))
     q, k = ordered.pop("q"), ordered.pop("k")
     torch.testing.assert_close(strided_mass(q, k, **ordered), got, rtol=1e-4, atol=1e-6)
 

@@ -32,7 +32,7 @@ class _Settings(NamedTuple):
 
 # Alphas: docs/evidence/trained-models.md. The last two numbers of "careful" are SpargeAttn's own.
 _SETTINGS: dict[str, _Settings] = {
-    "careful": _Settings(0.027, 0.98, 0.6),
+    "careful": _Settings(0.025, 0.98, 0.6),
     "balanced": _Settings(0.034, 0.95, 0.5),
     "fast": _Settings(0.066, 0.9, 0.3),
 }
@@ -63,7 +63,7 @@ def auto(
     Args:
         quality: `"careful"` keeps more blocks and stays closest to dense attention. `"balanced"` keeps the answers
             of the models that were measured. `"fast"` keeps fewer blocks and may miss a fact.
-        alpha: of `RowShare` in causal calls. A number, or one per query head. If None, that of the quality: 0.027,
+        alpha: of `RowShare` in causal calls. A number, or one per query head. If None, that of the quality: 0.025,
             0.034 or 0.066. A greater one keeps fewer blocks.
         block: tokens per block in causal calls, a multiple of 16. Other calls have blocks of 128 x 64.
         order: a permuter, `HilbertOrder(grid)` for images and video. `Identity()` if None.

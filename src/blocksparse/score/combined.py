@@ -181,7 +181,7 @@ class SampledQueriesScorer(Scorer[GlobalPermutation, BlockMass]):
             segment=None,
             weight=spec.scale,
             flipped=False,
-            beside=scores.values,
+            floor=scores.values,
             factor=self.weight,
         )
         return BlockMass(mass, grid, scores.forced)

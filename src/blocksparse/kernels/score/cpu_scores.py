@@ -47,7 +47,7 @@ def strided_mass_on_cpu(
     weight: float,
     flipped: bool,
     joint: bool = False,
-    beside: Tensor | None = None,
+    floor: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32, as `strided_mass` has it, which is not joint."""
@@ -86,15 +86,15 @@ def strided_mass_on_cpu(
     call.mass = mass.data_ptr()
     make("strided_mass", call)
     del held
-    return greater(mass, beside, factor)
+    return greater(mass, floor, factor)
 
 
-def greater(mass: Tensor, beside: Tensor | None, factor: float) -> Tensor:
+def greater(mass: Tensor, floor: Tensor | None, factor: float) -> Tensor:
     """`mass`, or the greater of other mass and `factor` times it; it may lack the last rows of the other."""
-    if beside is None:
+    if floor is None:
         return mass
-    mass = pad(mass.to(beside.dtype) * factor, (0, 0, 0, beside.shape[2] - mass.shape[2]))
-    return torch.maximum(beside, mass)
+    mass = pad(mass.to(floor.dtype) * factor, (0, 0, 0, floor.shape[2] - mass.shape[2]))
+    return torch.maximum(floor, mass)
 
 
 def last_query_weights_on_cpu(

@@ -61,7 +61,7 @@ def strided_mass(
     weight: float,
     flipped: bool,
     joint: bool = False,
-    beside: Tensor | None = None,
+    floor: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32 or better; rows lie on the blocks of the whole prompt.
@@ -74,7 +74,7 @@ def strided_mass(
         segment: cells per segment. A query cell then looks at earlier segments only.
         weight: above 0, as the scales that stages get are.
         joint: take one softmax over all query cells of a row of blocks. Otherwise each query cell has one.
-        beside: other mass `[B, Hq, rows, cols]`. Then the result is the greater of it and `factor` times this mass; the
+        floor: the least mass `[B, Hq, rows, cols]`. The result is the greater of it and `factor` times this mass; the
             last of its rows may lack query cells.
     """
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
@@ -122,7 +122,7 @@ def strided_mass(
             mass = mass * _shares(logits.logsumexp(-1), high, before, after).unsqueeze(3)
         mass = pad(mass, (begin, cols * wide - end, before, after))
         masses.append(mass.unflatten(3, (cols, wide)).sum(4).unflatten(2, (-1, high)).sum(3))
-    return cpu_scores.greater(torch.cat(masses, dim=2), beside, factor)
+    return cpu_scores.greater(torch.cat(masses, dim=2), floor, factor)
 
 
 def _shares(log_sum: Tensor, high: int, before: int, after: int) -> Tensor:

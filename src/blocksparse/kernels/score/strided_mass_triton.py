@@ -53,7 +53,7 @@ def strided_mass_triton(
     weight: float,
     flipped: bool,
     joint: bool = False,
-    beside: Tensor | None = None,
+    floor: Tensor | None = None,
     factor: float = 1.0,
     tiles: ProductTiles | PooledTiles | None = None,
 ) -> Tensor:
@@ -71,8 +71,8 @@ def strided_mass_triton(
     q_cells, k_cells = cdiv(of.q_lead + M, of.slots), cdiv(N, of.slots)
     empty = first_cell % high
     rows, cols = cdiv(empty + q_cells, high), cdiv(k_cells, wide)
-    if beside is not None:
-        beside, rows = beside.contiguous(), beside.shape[2]
+    if floor is not None:
+        floor, rows = floor.contiguous(), floor.shape[2]
     mass = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)
     step = max(1, _WORKSPACE // (4 * B * Hq * high * cdiv(k_cells, block_n) * (block_n // wide)))
     step = max(1, step * high // block_m * block_m // high)
@@ -88,7 +88,7 @@ def strided_mass_triton(
         k_tiles = cdiv(end, block_n)
         launch(sums, peaks[0], peaks[1], first, last, end, cdiv(last - first, block_m), k_tiles)
         _mass_of_rows[(bottom - top, Hq, B)](
-            sums, peaks[0], peaks[1], mass, beside, factor,
+            sums, peaks[0], peaks[1], mass, floor, factor,
             last - first, k_tiles, top, top * high - empty - first, rows, cols,
             first_cell + first if of.causal and of.q_last is None else None,
             HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
@@ -198,14 +198,14 @@ def _pooled(
     ]
 )
 def _mass_of_rows(
-    sums_ptr, peak_ptr, total_ptr, mass_ptr, beside_ptr, factor,
+    sums_ptr, peak_ptr, total_ptr, mass_ptr, floor_ptr, factor,
     band, k_tiles, top, before, rows, cols, first_cell,
     HIGH: tl.constexpr, PADDED_HIGH: tl.constexpr, TILE_COLS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
     AT_A_TIME: tl.constexpr, UNROLLED: tl.constexpr, EVERY: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """Stores the mass of a row of blocks: sums over blocks, divided by each query cell's total, and added over its cells.
 
-    With `JOINT` they are divided by the total of all its query cells. With mass `beside` it stores the greater one.
+    With `JOINT` they are divided by the total of all its query cells. With `floor` it stores the greater of the two.
 
     Where all is causal and in order, `first_cell` is the cell of the prompt that the band begins with.
     """
@@ -275,7 +275,7 @@ def _mass_of_rows(
                         written = (inside & (peak > float("-inf")))[:, None]
                         sums_here = sums_ptr + (head * band + one) * (k_tiles * TILE_COLS) + col
                         mass += tl.load(sums_here, mask=written, other=0.0) * weight[:, None]
-        if beside_ptr is not None:
-            other = tl.load(beside_ptr + (head * rows + top + row) * cols + col, mask=col < cols, other=0.0)
+        if floor_ptr is not None:
+            other = tl.load(floor_ptr + (head * rows + top + row) * cols + col, mask=col < cols, other=0.0)
             mass = tl.maximum(other, mass * factor, propagate_nan=tl.PropagateNan.ALL)
         tl.store(mass_at + col, mass, mask=col < cols)

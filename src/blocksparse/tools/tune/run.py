@@ -33,7 +33,7 @@ DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
     Candidate("s2o", {"tau": 0.01, "S": 1024, "block": 128, "band": 128}),
     *_grid("xattention", "mass", 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, band=64, block=64),
     *_grid("xattention", "mass", 0.85, 0.9, 0.95, 0.97, band=128, stride=8, block=128, pattern="sum"),
-    *_grid("auto", "alpha", 0.014, 0.02, 0.027, 0.034, 0.045, 0.056, 0.066, 0.1, 0.14),
+    *_grid("auto", "alpha", 0.014, 0.02, 0.025, 0.034, 0.045, 0.056, 0.066, 0.1, 0.14),
     *_grid("mean_pooling", "mass", 0.8, 0.9, 0.94, 0.97, 0.985, 0.995, band=128, block=64),
     *_grid("mean_pooling", "mass", 0.9, 0.94, 0.97, 0.98, 0.99, band=128, block=128),
     *_grid("pbs_attn", "mass", 0.75, 0.9, band=128, block=64),
