@@ -106,7 +106,7 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             x = allocate(*args, **kwargs)
             if torch.compiler.is_compiling() or x.device.type == "meta" or type(x) is not torch.Tensor:
                 return x
-            with _disable_current_modes():
+            with torch.no_grad(), _disable_current_modes():
                 if x.is_floating_point():
                     return x.fill_(float("nan"))
                 return x if x.dtype == torch.bool or x.is_complex() else x.fill_(torch.iinfo(x.dtype).max)

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -14,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 LARGEST = 20_000_000  # parameters of what counts as small
 WORDS = 256
 _SIZES: dict[int, str] = {

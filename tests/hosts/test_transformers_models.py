@@ -17,7 +17,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 import transformers
 from attrs import evolve
-from tests.hosts.small_models import WORDS, architectures, others, small_model
+from tests.hosts.small_models import VERSION, WORDS, architectures, others, small_model
 from tests.hosts.test_transformers import (
     DENSE_LIMIT,
     SIZES,
@@ -99,6 +99,8 @@ def test_which_layers_are_sparse(name: str) -> None:
     model = llama4() if name == "llama4" else small_model(name)
     ids, mask = tokens(100, batch=2), torch.ones(2, 100, dtype=torch.int64)
     mask[0, :20] = 0
+    if name == "gemma2":  # with SDPA, transformers before 5.21 leaves its softcap out
+        model.set_attn_implementation("eager")
     for given, prompts in (({}, 1), ({"attention_mask": mask}, 2)):
         recorder, real = DensityRecorder(), mask.bool() if given else slice(None)
         expected = model(ids, **given).logits[real]
@@ -468,10 +470,8 @@ def test_a_mask_that_was_promised_is_given() -> None:
 def test_indexers_get_their_mask() -> None:
     """DeepSeek-V3.2 chooses keys under the mask: what is said is that it chooses, not that None has no parts."""
     model = small_model("deepseek_v32")
-    with (
-        attach(model, DENSE_LIMIT),
-        pytest.raises(ValueError, match="Attention selects its own keys, which cannot"),
-    ):
+    said = "Attention selects its own keys, which cannot|Indexer does arithmetic on the mask"  # the latter in 5.16
+    with pytest.raises(ValueError, match=said), attach(model, DENSE_LIMIT):
         model(tokens(80))
 
 
@@ -495,8 +495,9 @@ def shared_layers(**other: Any) -> Any:
 def test_the_last_queries_of_shared_layers(last: int) -> None:
     ids, recorder = tokens(100), DensityRecorder()
     assert_same_logits(shared_layers(), lambda model: model(ids, logits_to_keep=last).logits, recorder)
-    assert recorder.sparse_calls() == dict.fromkeys(range(4 if last == 1 else 6), 1)
-    assert recorder.dense_calls() == ({x: Counter({"decode": 1}) for x in (4, 5)} if last == 1 else {})
+    one = last == 1 and VERSION >= (5, 23)  # then the layers that share keys see the last query alone
+    assert recorder.sparse_calls() == dict.fromkeys(range(4 if one else 6), 1)
+    assert recorder.dense_calls() == ({x: Counter({"decode": 1}) for x in (4, 5)} if one else {})
 
 
 def test_prompt_lookup_with_shared_layers() -> None:
@@ -742,7 +743,7 @@ def test_every_architecture_that_can_be_built_small() -> None:
     assert "wrong" not in found
     sparse = found.pop("sparse")
     assert len(sparse) > 100
-    if transformers.__version__.startswith("5.23."):
+    if VERSION == (5, 23):
         assert {what: " ".join(kinds) for what, kinds in found.items()} == EXPECTED
 
 

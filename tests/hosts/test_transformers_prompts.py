@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 import transformers
+from tests.hosts.small_models import VERSION
 from tests.hosts.test_transformers import (
     DENSE_LIMIT,
     LAYERS,
@@ -443,6 +444,7 @@ def test_prompts_that_are_padded_on_the_left() -> None:
     assert {end for _, end in ends[1]} == {320, 400}
 
 
+@pytest.mark.skipif(VERSION < (5, 21), reason="chunks of a second turn begin with the first turn again")
 def test_a_second_turn_ends_where_its_mask_does() -> None:
     model, ids, kept = make("llama").double(), tokens(N), Kept()
     with attach(model, pipeline(kept), min_tokens=1, min_queries=2):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from tests.machine import GPU
 from tests.on_kernels import pretend_gpu, small_preset
 from tests.specs import not_none
 from torch import Tensor
@@ -234,6 +235,7 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("an audit crossed its bound in layer 2") == 3
 
 
+@pytest.mark.skipif(GPU, reason="pretends a GPU, with tensors on the CPU")
 @pytest.mark.parametrize("name", ["mean_pooling", "auto"])
 def test_all_layers_of_a_step_give_what_they_give_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk by chunk, with other pages in each: where later layers repeat the launches of the first, too."""
