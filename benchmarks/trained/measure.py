@@ -17,7 +17,6 @@ from torch import Tensor
 
 import blocksparse as bs
 from benchmarks.model import without_attention
-from benchmarks.tasks.measure import density_of
 from benchmarks.tasks.sample import Sample
 from blocksparse.check.validators import UserError
 from blocksparse.hosts.transformers import DensityRecorder, attach
@@ -143,7 +142,7 @@ def losses(
         recorder = DensityRecorder()
         with attending(model, method, recorder):
             kl[some.kind] = some.kl(model)
-        density[some.kind] = 1.0 if method == DENSE else density_of(model, recorder)
+        density[some.kind] = 1.0 if method == DENSE else recorder.mean_density()
     return kl, density
 
 

@@ -332,7 +332,7 @@ def test_whether_a_request_pays_follows_from_its_sizes(dense_below: float | None
 @pytest.mark.parametrize(
     ("gpu", "dtype", "given", "dense_below"),
     [
-        (True, torch.bfloat16, None, 3e11),
+        (True, torch.bfloat16, None, 1.5e11),
         (True, torch.bfloat16, 0, 0),
         (True, torch.float32, None, 6e10),
         (False, torch.bfloat16, None, None),

@@ -67,8 +67,8 @@ def dense_operations(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> in
 def break_even(like: Tensor, *, in_engine: bool = False) -> float | None:
     """The floating-point operations of dense attention from which selecting blocks saves time; None on a CPU.
 
-    A bare call competes with PyTorch's attention, and an engine's request with FlashAttention 3, which is faster.
-    Both limits are measured on an H100: 0.4 ms of the one (docs/evidence/auto.md), 0.5 ms of the other.
+    In an engine the host runs ahead of the GPU, so that its own time counts less than in a bare call.
+    Both are measured: 0.4 ms of an H100 (docs/evidence/auto.md), 0.25 ms of an H200 (docs/evidence/vllm.md).
 
     Args:
         like: has the dtype and the device of the call.
@@ -78,7 +78,7 @@ def break_even(like: Tensor, *, in_engine: bool = False) -> float | None:
         return None
     if like.dtype.itemsize > 2:
         return 6e10  # estimated: fp32 takes ten to twenty times as long per operation
-    return 3e11 if in_engine else 2e11
+    return 1.5e11 if in_engine else 2e11
 
 
 def idle_factor(q: Tensor) -> float:
