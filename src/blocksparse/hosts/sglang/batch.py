@@ -244,7 +244,9 @@ class SparseExtend:
         if batch.rest_batch is not None:
             q_rest, k_rest, v_rest = (None if x is None else batch.rest.take(x) for x in (q, k, v))
             part = batch.backend.forward_extend(q_rest, k_rest, v_rest, layer, batch.rest_batch, False)
-            _put(batch, rows, part.view(-1, *rows.shape[1:]))
+            part = part.view(-1, *rows.shape[1:])
+            for start, stop in batch.rest.ranges:
+                rows[start:stop], part = part[: stop - start], part[stop - start :]
         keys, values = (
             buffer.unsqueeze(2)  # [slots, Hkv, 1, D]
             for buffer in (self.cache.get_key_buffer(index), self.cache.get_value_buffer(index))
@@ -270,8 +272,3 @@ def _warn_once(layer: int, because: str) -> None:
     _log.warning(
         "blocksparse: prompts are dense in layer %d, because of an argument of its calls: %s", layer, because
     )
-
-
-def _put(batch: Batch, rows: Tensor, part: Tensor) -> None:
-    for start, stop in batch.rest.ranges:
-        rows[start:stop], part = part[: stop - start], part[stop - start :]

@@ -64,16 +64,11 @@ def add_to(commands: Commands) -> None:
         "--tokens",
         type=int,
         nargs="+",
-        default=_OF_TEXT["tokens"],
         metavar="N",
         help="lengths of the prompts made from --text; with one length, prompts of half of it are made too",
     )
-    parser.add_argument(
-        "--text", type=Path, default=_OF_TEXT["text"], help="text to make prompts from, with planted facts"
-    )
-    parser.add_argument(
-        "--count", type=int, default=_OF_TEXT["count"], help="prompts of each length for comparing candidates"
-    )
+    parser.add_argument("--text", type=Path, help="text to make prompts from, with planted facts")
+    parser.add_argument("--count", type=int, help="prompts of each length for comparing candidates")
     parser.add_argument(
         "--held",
         type=int,
@@ -85,36 +80,19 @@ def add_to(commands: Commands) -> None:
         help='JSON Lines file with your prompts, {"prompt": ..., "answer": ...}; every second one verifies',
     )
     parser.add_argument("--strategy", choices=("kl", "sparge"), default="kl", help="how candidates are chosen")
+    parser.add_argument("--minimise", choices=("time", "density"), help="what the plan minimises")
+    parser.add_argument("--batch", type=int, help="prompts per call, for measuring times")
+    parser.add_argument("--text-kl", type=float, help="KL budget over the text, in nats")
+    parser.add_argument("--answer-kl", type=float, help="KL budget at tokens of answers, in nats")
     parser.add_argument(
-        "--minimise", choices=("time", "density"), default=_OF_KL["minimise"], help="what the plan minimises"
+        "--positions", type=int, help="number of positions of a text at which predictions are compared"
     )
-    parser.add_argument("--batch", type=int, default=_OF_KL["batch"], help="prompts per call, for measuring times")
-    parser.add_argument(
-        "--text-kl", type=float, default=_OF_KL["text_kl"], help="KL budget over the text, in nats"
-    )
-    parser.add_argument(
-        "--answer-kl", type=float, default=_OF_KL["answer_kl"], help="KL budget at tokens of answers, in nats"
-    )
-    parser.add_argument(
-        "--positions",
-        type=int,
-        default=_OF_KL["positions"],
-        help="number of positions of a text at which predictions are compared",
-    )
-    parser.add_argument(
-        "--head-groups",
-        type=int,
-        default=_OF_KL["head_groups"],
-        help="groups of KV heads per layer, each with its own choice",
-    )
-    parser.add_argument("--seed", type=int, default=_OF_TEXT["seed"], help="seed of the planted facts")
-    parser.add_argument(
-        "--l1", type=float, default=_OF_SPARGE["l1"], help="with --strategy sparge: error bound for tau and theta"
-    )
-    parser.add_argument(
-        "--l2", type=float, default=_OF_SPARGE["l2"], help="with --strategy sparge: error bound with lambda"
-    )
+    parser.add_argument("--head-groups", type=int, help="groups of KV heads per layer, each with its own choice")
+    parser.add_argument("--seed", type=int, help="seed of the planted facts")
+    parser.add_argument("--l1", type=float, help="with --strategy sparge: error bound for tau and theta")
+    parser.add_argument("--l2", type=float, help="with --strategy sparge: error bound with lambda")
     parser.add_argument("--device", help="device to run on; default: a GPU if there is one")
+    parser.set_defaults(**_OF_TEXT, **_OF_KL, **_OF_SPARGE)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -214,7 +214,9 @@ def collect(
             dense_attention(q, k, v, spec)
             for preset in presets:
                 preset.executor = executor_of(preset.pipeline, preset.pipeline.trace(q, k, v, scale=spec.scale))
-        dense_seconds += _timed(lambda: dense_attention(q, k, v, spec), q.device)[1]
+        start = _now(q.device)
+        dense_attention(q, k, v, spec)
+        dense_seconds += _now(q.device) - start
         traces = {preset.name: _trace(preset, q, k, v, spec.scale) for preset in presets}
         figures, findings[layer] = look(traces, presets[0].name, pixels=_PIXELS)
         for preset in presets:
@@ -257,11 +259,6 @@ def _trace(preset: Preset, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any
         start = end
 
     return preset.pipeline.trace(q, k, v, scale=scale, done=done)
-
-
-def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    start = _now(device)
-    return call(), _now(device) - start
 
 
 def _now(device: torch.device) -> float:
