@@ -23,7 +23,7 @@ from blocksparse.testing import (
 )
 from blocksparse.testing.inputs import error_of_logits
 from tests import stages
-from tests.machine import needs_hopper
+from tests.machine import needs_flex, needs_hopper
 from tests.stages import ByReference
 
 IN_ORDER = bs.GlobalPermutation()
@@ -80,7 +80,9 @@ def test_selectors(selector: bs.Selector[Any, Any]) -> None:
 # What approximates by design has a meaning of its own: tests/test_mean_correction.py, tests/papers/test_skip_softmax.py.
 APPROXIMATE = bs.Int8Executor, bs.MeanCorrectionExecutor, bs.SkipSoftmaxExecutor
 EXECUTORS = [
-    pytest.param(e, id=stages.name(e), marks=[pytest.mark.slow] if isinstance(e, bs.FlexExecutor) else [])
+    pytest.param(
+        e, id=stages.name(e), marks=[pytest.mark.slow, needs_flex] if isinstance(e, bs.FlexExecutor) else []
+    )
     for e in stages.EXECUTORS
     if not isinstance(e, (bs.AutoExecutor, bs.CudnnExecutor, bs.FlashAttention4Executor, *APPROXIMATE))
 ]

@@ -28,7 +28,7 @@ from blocksparse.testing import check_executor, make_qkv
 from tests import stages
 from tests.kernels.attention.references import int8_attention_reference
 from tests.largest import Largest
-from tests.machine import GPU, needs_gpu
+from tests.machine import GPU, needs_flex, needs_gpu
 from tests.meaning import assert_blind_to_later, relative_l1
 from tests.specs import asked, grid_of, not_none
 from tests.stages import random_keys
@@ -100,6 +100,13 @@ def test_flex_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) ->
         bs.pbs_attn(executor=bs.FlexExecutor())(q, k, v)
 
 
+def test_flex_says_that_a_cpu_has_no_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    q, k, v = make_qkv(N=64, D=16)
+    with pytest.raises(ValueError, match=r"CPUs with AVX2 or AVX-512 alone.*Use ReferenceExecutor\(\)"):
+        bs.pbs_attn(executor=bs.FlexExecutor())(q, k, v)
+
+
 SWITCHED_OFF: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "mode": (Largest, "under an active TorchDispatchMode torch.compile does nothing"),
     "config": (lambda: torch._dynamo.config.patch(disable=True), "torch.compile is switched off"),
@@ -158,6 +165,7 @@ def test_flex_says_that_the_environment_switches_compilation_off() -> None:
     assert "torch.Size([1, 4, 64, 16])" in result.stdout
 
 
+@needs_flex
 @pytest.mark.slow
 def test_flex_is_the_same_whatever_surrounds_it() -> None:
     """Autocast neither changes its output nor compiles anew, and a call that was refused leaves nothing behind."""

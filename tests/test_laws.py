@@ -21,6 +21,7 @@ from blocksparse.testing import assert_within_budget, every_preset, make_qkv, ma
 from blocksparse.testing.inputs import shuffled
 from tests import stages
 from tests.cases import each, each_of_group, grouped
+from tests.machine import needs_flex
 from tests.specs import grid_of, kept_pairs, not_none
 
 Front = tuple[bs.Permuter[Any], bs.Scorer[Any, Any]]
@@ -71,7 +72,7 @@ def in_fast_loop(executor: bs.Executor[Any, Any]) -> bool:
 
 
 EXECUTORS = [
-    pytest.param(e, id=stages.name(e), marks=[] if in_fast_loop(e) else [pytest.mark.slow])
+    pytest.param(e, id=stages.name(e), marks=[] if in_fast_loop(e) else [pytest.mark.slow, needs_flex])
     for e in stages.EXECUTORS
     if not isinstance(e, ELSEWHERE)
 ]

@@ -19,7 +19,7 @@ from blocksparse.kernels.common.hardware import TARGETS
 from blocksparse.observe import Audit, AuditedAttention
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
 from tests import stages
-from tests.machine import DTYPES, GPU, needs_gpu
+from tests.machine import DTYPES, GPU, needs_flex, needs_gpu
 from tests.meaning import assert_means, assert_same_bits
 from tests.on_kernels import pretend_gpu
 from tests.specs import asked, grid_of, kept_pairs, not_none, wrong
@@ -378,7 +378,7 @@ def test_the_law_of_windows(executor: Any, start: int, order: Any) -> None:
 @pytest.mark.parametrize("window", [1, 16, pytest.param(7, marks=pytest.mark.slow), 33])
 @pytest.mark.parametrize("order", [ORDERS[0], ORDERS[1], pytest.param(ORDERS[3], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("executor", "D"), [(IN_TILES, 16), pytest.param(bs.FlexExecutor(), 32, marks=pytest.mark.slow)]
+    ("executor", "D"), [(IN_TILES, 16), pytest.param(bs.FlexExecutor(), 32, marks=[pytest.mark.slow, needs_flex])]
 )
 def test_the_law_for_compiled_kernels(executor: Any, D: int, order: Any, window: int, device: str) -> None:
     q, k, v = make_qkv(N=83, Hq=2, Hkv=1, D=D, dtype=torch.float32, device=device)

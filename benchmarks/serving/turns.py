@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +41,9 @@ class Engine:
         command = [sys.executable, "-m", "benchmarks.serving.engine"]
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
+                start_new_session=True,
+            )  # fmt: skip
         self.tell(**job)
 
     def tell(self, **what: Any) -> None:
@@ -64,7 +67,10 @@ class Engine:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(60)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:  # with several ranks vLLM waits for workers that wait for it
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Another:

@@ -82,7 +82,7 @@ _KERNELS = ("FlexAttention",)
 @final
 @frozen(cache_hash=True)
 class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
-    """Compiled FlexAttention over the block lists: fast on a CPU with a C++ compiler, and on a GPU.
+    """Compiled FlexAttention over the block lists: fast on a CPU with AVX2 and a C++ compiler, and on a GPU.
 
     The first call of a kind compiles, for seconds; where torch.compile is switched off, a call is refused. On a
     CPU FlexAttention gives no lse, so `lse` is None.
@@ -94,6 +94,10 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
             reasons.append("FlexAttention must be compiled, and no C++ compiler is found (g++, or what CXX names)")
         elif q.device.type == "cpu" and not _PYTHON_HEADER.exists():
             reasons.append(f"FlexAttention must be compiled, and Python's headers are missing ({_PYTHON_HEADER})")
+        elif q.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+            reasons.append(
+                "FlexAttention must be compiled, and PyTorch does so for CPUs with AVX2 or AVX-512 alone"
+            )
         if because := uncompiled_because():
             reasons.append(f"FlexAttention must be compiled, and {because}")
         if q.device.type not in ("cpu", "cuda"):
