@@ -56,6 +56,15 @@ def tuned(model: Any, journal: Path, **other: Any) -> Plan:
 # ---- what is measured
 
 
+def test_layers_that_lend_their_keys_run_again() -> None:
+    """In Gemma 3n the last layers take the keys of earlier ones, which their outputs do not hold."""
+    model, prompt = small_model("gemma3n_text"), TunePrompt(torch.arange(200)[None], ((196, 200),))
+    reading = Reading.of(model, prompt, positions=50, keep_outputs=True)
+    with attach(model, Schedule(None, layers={5: tiny.pooled(0.5).pipeline()}), min_tokens=1):
+        assert reading.losses(5) == reading.losses(0)
+        assert reading.losses(5).text > 0
+
+
 @pytest.mark.parametrize("layer", range(tiny.LAYERS))
 def test_layers_before_the_sparse_one_need_not_run(model: Any, layer: int) -> None:
     """The same bits as when the whole model runs, and the model is as it was."""

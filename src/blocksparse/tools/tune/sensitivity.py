@@ -62,7 +62,8 @@ class Reading:
 
         Args:
             positions: how many positions of the text to compare.
-            keep_outputs: also keep the output of each layer, so that `losses` may start from any layer.
+            keep_outputs: also keep the output of each layer, so that `losses` may start from any layer. Not of
+                models whose layers share keys.
         """
         if "logits_to_keep" not in inspect.signature(network.forward).parameters:
             raise TuneError(
@@ -73,9 +74,11 @@ class Reading:
         prompt = TunePrompt(prompt.ids.to(device), prompt.answers)
         at = torch.cat((prompt.answers_at(), prompt.text_at(positions))).to(device)
         outputs: list[Any] = []
+        # Where later layers take keys of earlier ones (Gemma 3n), the earlier ones must run.
+        skips = keep_outputs and not getattr(text_config(network), "num_kv_shared_layers", 0)
         hooks = [
             layer.register_forward_hook(lambda _, __, out: outputs.append(out))
-            for layer in (decoder_layers(network) if keep_outputs else ())
+            for layer in (decoder_layers(network) if skips else ())
         ]
         try:
             logits = _logits(network, prompt, at)
@@ -107,8 +110,8 @@ class Reading:
 
     @contextmanager
     def _from(self, first: int) -> Iterator[None]:
-        """Layers before `first` give what they gave before, without any work."""
-        before = decoder_layers(self.network)[:first]
+        """Layers before `first` give what they gave before, without any work, if outputs were kept."""
+        before = decoder_layers(self.network)[: first if self.outputs else 0]
         own = [vars(layer).get("forward") for layer in before]  # None where it is the method of the class
         for layer, output in zip(before, self.outputs, strict=False):
             layer.forward = partial(_again, output)
