@@ -116,15 +116,6 @@ PERMUTERS: tuple[bs.Permuter[Any], ...] = with_others(
     bs.GivenOrder((2, 3, 4), torch.arange(23, -1, -1), prefix=30, suffix=None),
 )
 # With queries in place, a chunk of them is a chunk of the permutation too.
-KEYS_ONLY: tuple[bs.Permuter[Any], ...] = (
-    bs.Identity(),
-    bs.SegmentKeySort(64, last_q=16),
-    bs.SegmentKeySort(48, last_q=16, per_query_head=True, causal_last_q=False),
-    bs.GlobalIndexMap(32, prefix=24, per_query_head=False, order_queries=False),
-    bs.GlobalIndexMap(64, order_queries=False),
-    bs.GlobalIndexMap(32, prefix=24, coarse=True, order_queries=False),
-    bs.GlobalIndexMap(32, prefix=24, coarse=True, order_queries=False, near=24),
-)
 SCORERS: tuple[bs.Scorer[Any, Any], ...] = with_others(
     bs.Scorer,
     bs.MeanPoolScorer(16),
@@ -202,7 +193,6 @@ VALUE_SCORERS: tuple[bs.ValueScorer[Any, Any], ...] = with_others(
     bs.OutputAwareScorer(4, block=16),
     bs.OutputAwareScorer(8, block=32, k_block=16, lengths=(1.0, 0.2)),
 )
-POSITIONS = tuple(s for s in SELECTORS if isinstance(s, bs.PositionSelector))
 # Their choice depends on the last queries of a call, by their nature.
 PROBES: tuple[type, ...] = (bs.SegmentKeySort, bs.VerticalSlashScorer, bs.RotaryBandScorer)
 # Made of the kernels of other scorers, these meet two orders: tokens in place, and in random order.
@@ -273,21 +263,6 @@ def is_first(permuter: bs.Permuter[Any], scorer: bs.Scorer[Any, Any]) -> bool:
     first = next(p for p in PERMUTERS if type(p) is type(permuter))
     takes = next(s for p, s in fronts() if p is permuter)
     return permuter is first and isinstance(permuter, kinds) and scorer is takes
-
-
-def cuts_anew(permuter: bs.Permuter[Any], scorer: bs.Scorer[Any, Any]) -> bool:
-    """Whether no earlier scorer cuts this order into such blocks, for as many selectors.
-
-    To an executor the others are this one again: it sees no scores, only a grid and what a selector kept.
-    """
-
-    def cut(scorer: Any) -> tuple[int, int, type]:
-        inner = getattr(scorer, "inner", getattr(scorer, "causal", getattr(scorer, "first", scorer)))
-        given = needs(scorer, bs.Scorer, 1)
-        given = given if given in (bs.BlockMass, bs.VerticalSlashScores) else bs.BlockScores
-        return inner.block, getattr(inner, "k_block", None) or inner.block, given
-
-    return scorer is next(s for p, s in fronts() if p is permuter and cut(s) == cut(scorer))
 
 
 def reads(executor: bs.Executor[Any, Any], permuter: bs.Permuter[Any]) -> bool:

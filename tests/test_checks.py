@@ -79,24 +79,26 @@ def test_selectors(selector: bs.Selector[Any, Any]) -> None:
 
 # What approximates by design has a meaning of its own: tests/test_mean_correction.py, tests/papers/test_skip_softmax.py.
 APPROXIMATE = bs.Int8Executor, bs.MeanCorrectionExecutor, bs.SkipSoftmaxExecutor
+# The interpreter takes seconds for a length, and FlexExecutor compiles for each.
+INTERPRETED = bs.TritonExecutor, bs.FlexExecutor
 EXECUTORS = [
     pytest.param(
-        e, id=stages.name(e), marks=[pytest.mark.slow, needs_flex] if isinstance(e, bs.FlexExecutor) else []
+        e,
+        id=stages.name(e),
+        marks=[pytest.mark.slow] * isinstance(e, INTERPRETED) + [needs_flex] * isinstance(e, bs.FlexExecutor),
     )
     for e in stages.EXECUTORS
     if not isinstance(e, (bs.AutoExecutor, bs.CudnnExecutor, bs.FlashAttention4Executor, *APPROXIMATE))
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_executors(executor: bs.Executor[Any, Any], device: str) -> None:
     if isinstance(executor, bs.CpuExecutor) and device != "cpu":
         pytest.skip("it takes CPU tensors")
-    # The interpreter takes seconds for a length, and FlexExecutor compiles for each.
     slow = (isinstance(executor, bs.TritonExecutor) and device == "cpu") or isinstance(executor, bs.FlexExecutor)
     lengths = ((40, 37),) if slow else ((40, 40), (50, 37))
-    causal = True if isinstance(executor, bs.FlexExecutor) else None  # the laws have calls that are not
+    causal = True if isinstance(executor, bs.FlexExecutor) else None
     check_executor(executor, lengths=lengths, causal=causal, head_dim=16, block=16, device=device)
 
 
