@@ -260,18 +260,8 @@ def _kernel(
         v_tile = _block(v_source, v_strides, b, h_key, start, within, N, DV, BLOCK_DV, False, TMA)
         v_factor = _factors(v_scale_ptr, v_scale_at + start + within, within >= 0, False)
         running_max, running_sum, unit, accumulator = _softmax_update(
-            scores,
-            v_tile,
-            v_factor,
-            running_max,
-            running_sum,
-            unit,
-            accumulator,
-            skip_log2,
-            live,
-            False,
-            PRECISION,
-        )
+            scores, v_tile, v_factor, running_max, running_sum, unit, accumulator, skip_log2, live, False, PRECISION
+        )  # fmt: skip
 
     q_at = tl.load(
         q_position_ptr + b.to(tl.int64) * q_position_strides[0] + h.to(tl.int64) * q_position_strides[1] + places

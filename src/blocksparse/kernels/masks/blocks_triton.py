@@ -198,21 +198,9 @@ def block_lists_triton(keep: Tensor, grid: BlockGrid) -> tuple[Tensor, Tensor, T
 
 @triton.jit
 def _kinds(
-    keep_at,
-    keep_stride,
-    k_first_at,
-    k_first_stride,
-    k_last_at,
-    k_last_stride,
-    k_whole_at,
-    k_whole_stride,
-    q_first,
-    q_last,
-    col,
-    inside,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    keep_at, keep_stride, k_first_at, k_first_stride, k_last_at, k_last_stride, k_whole_at, k_whole_stride,
+    q_first, q_last, col, inside, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """Which blocks of a launch tile are kept and full, and which are kept and partial, as 0 or 1."""
     keep = tl.load(keep_at + col * keep_stride, mask=inside, other=0) != 0
     k_last = tl.load(k_last_at + col * k_last_stride, mask=inside, other=-1)

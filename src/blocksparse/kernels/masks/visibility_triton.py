@@ -123,21 +123,8 @@ def _own(keep: Tensor) -> tuple[int, ...]:
 
 @triton.jit
 def with_always_kept(
-    keep,
-    q_first,
-    q_last,
-    k_first,
-    k_last,
-    row,
-    col,
-    near,
-    first,
-    eta,
-    state,
-    first_row,
-    from_query,
-    CAUSAL: tl.constexpr,
-):
+    keep, q_first, q_last, k_first, k_last, row, col, near, first, eta, state, first_row, from_query, CAUSAL: tl.constexpr
+):  # fmt: skip
     """`keep` and the blocks of a launch tile that the numbers choose; those that are None are compiled away."""
     if near is not None:
         close = k_last >= q_first - near

@@ -184,19 +184,8 @@ def _pooled(
 
 @remembered
 @triton.jit(
-    do_not_specialize=[
-        "peak_ptr",
-        "total_ptr",
-        "factor",
-        "band",
-        "k_tiles",
-        "top",
-        "before",
-        "rows",
-        "cols",
-        "first_cell",
-    ]
-)
+    do_not_specialize=["peak_ptr", "total_ptr", "factor", "band", "k_tiles", "top", "before", "rows", "cols", "first_cell"]
+)  # fmt: skip
 def _mass_of_rows(
     sums_ptr, peak_ptr, total_ptr, mass_ptr, floor_ptr, factor,
     band, k_tiles, top, before, rows, cols, first_cell,
