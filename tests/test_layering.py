@@ -130,32 +130,6 @@ def test_private_names_stay_at_home() -> None:
     assert not taken
 
 
-JIT = {"jit", "constexpr_function"}
-
-
-def bare(path: Path) -> Iterator[str]:
-    """Functions without types that no compiler of Triton takes."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.FunctionDef) and not any(decorates(each) & JIT for each in node.decorator_list):
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            if node.returns is None or any(
-                x.annotation is None and x.arg not in ("self", "cls") for x in arguments
-            ):
-                yield f"{path.stem}:{node.lineno} {node.name}"
-
-
-def decorates(node: ast.expr) -> set[str]:
-    """The names in a decorator."""
-    names = (x.attr if isinstance(x, ast.Attribute) else getattr(x, "id", "") for x in ast.walk(node))
-    return set(names)
-
-
-def test_functions_that_python_runs_have_types() -> None:
-    """mypy passes over functions of kernels without any (`pyproject.toml`), which those for a GPU are."""
-    found = [each for path in (SOURCE / "kernels").rglob("*.py") for each in bare(path)]
-    assert not found
-
-
 @functools.cache
 def without_triton() -> list[str]:
     """What a process without Triton prints: the host libraries that came with the package, and an error."""
@@ -193,7 +167,7 @@ def is_private(dotted: str) -> bool:
     )
 
 
-def private_names(source: str, package: str = "torch") -> Iterator[str]:
+def private_names(source: str, package: str) -> Iterator[str]:
     of_torch = {package: package}
     nodes = list(ast.walk(ast.parse(source)))
     for node in nodes:
@@ -211,16 +185,10 @@ def private_names(source: str, package: str = "torch") -> Iterator[str]:
                 yield f"{of_torch[root]}.{rest}"
 
 
-def test_private_names_are_in_one_file() -> None:
-    elsewhere = [
-        (str(x), name) for x in SOURCE.rglob("*.py") if x != HOME for name in private_names(x.read_text())
-    ]
-    assert not elsewhere
-
-
-def test_private_names_of_triton_are_in_another() -> None:
-    found = {x: list(private_names(x.read_text(), "triton")) for x in SOURCE.rglob("*.py")}
-    assert not [(str(x), names) for x, names in found.items() if names and x != HOME_OF_TRITON]
+@pytest.mark.parametrize(("package", "home"), [("torch", HOME), ("triton", HOME_OF_TRITON)])
+def test_private_names_are_in_one_file(package: str, home: Path) -> None:
+    found = {path: [*private_names(path.read_text(), package)] for path in SOURCE.rglob("*.py") if path != home}
+    assert not {path: names for path, names in found.items() if names}
 
 
 # A PyTorch that lacks one of these names. It goes on using it itself: it is hidden from this library alone.

@@ -157,11 +157,40 @@ def assert_right(call: Call) -> None:
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call.q.dtype != torch.float32 else 1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N", LENGTHS)
-def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
-    q, k, v = make_qkv(N=N, Hq=2, Hkv=1, dtype=dtype, device=device)
-    assert_right(arguments(q, k, v, block=64))
+def slow(*cases: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+CHUNKS = [
+    *({"M": M, "D": 32} for M in (1, 31, 64, 100, 129)),
+    *({"M": 70, "D": D, "Dv": Dv} for D, Dv in ((64, 32), (48, 128), (16, 8), (5, 3))),
+]
+TILES = [(64, 16, 32), (64, 64, 16), (96, 32, 32), (48, 16, 16)]  # smaller than blocks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        *(({"N": N, "dtype": dtype}, {"block": 64}) for N in LENGTHS for dtype in DTYPES),
+        *((sizes, {"causal": causal}) for sizes in CHUNKS for causal in (True, False)),
+        # The running maximum keeps exponents in range, whatever the order in which blocks come.
+        ({"N": 200, "D": 64}, {"size": 100}),
+        *slow(*(({"D": D, "dtype": dtype}, {"block": 64}) for D in (64, 80, 96, 128, 256) for dtype in DTYPES)),
+        *slow(*(({"B": 2, "Hq": 2 * group, "Hkv": 2, "N": 90, "D": 32}, {"causal": causal})
+                for group in (1, 3, 4, 7) for causal in (True, False))),
+        *slow(*(({"N": 200, "M": 150, "D": 32}, {"block": block, "tiles": TritonTiles(m, n, 4, 2)})
+                for block, m, n in TILES)),
+        *slow(*(({"N": 150, "D": 32}, {"order_heads": heads}) for heads in (1, 2))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_blocks_and_orders(sizes: dict[str, Any], asked: dict[str, Any], device: str) -> None:
+    q, k, v = make_qkv(**{"N": 129, "Hq": 2, "Hkv": 1, **sizes}, device=device)
+    asked = {"block": 32, **asked}
+    q = q * asked.pop("size", 1)
+    if heads := asked.pop("order_heads", None):
+        asked["permutation"] = random_keys(k, heads)
+    assert_right(arguments(q, k, v, **asked))
 
 
 def test_lists_of_either_type(device: str) -> None:
@@ -172,46 +201,6 @@ def test_lists_of_either_type(device: str) -> None:
     assert lists.index.dtype == torch.int16
     assert lists.index[0, 0, 0, int(lists.full_count.item()) - 1].item() * 4 > 2**15
     assert_same_bits(call(), call(lists=evolve(lists, index=lists.index.int())))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
-def test_head_dims(D: int, dtype: torch.dtype, device: str) -> None:
-    q, k, v = make_qkv(N=129, Hq=2, Hkv=1, D=D, dtype=dtype, device=device)
-    assert_right(arguments(q, k, v, block=64))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        *({"M": M, "D": 32} for M in (1, 31, 64, 100, 129)),
-        *({"M": 70, "D": D, "Dv": Dv} for D, Dv in ((64, 32), (48, 128), (16, 8), (5, 3))),
-        *(
-            pytest.param({"B": 2, "Hq": 2 * group, "Hkv": 2, "N": 90, "D": 32}, marks=pytest.mark.slow)
-            for group in (1, 3, 4, 7)
-        ),
-    ],
-    ids=str,
-)
-def test_chunks_value_dims_and_groups(sizes: dict[str, int], causal: bool, device: str) -> None:
-    q, k, v = make_qkv(**{"N": 129, "Hq": 2, "Hkv": 1, **sizes}, device=device)  # type: ignore[arg-type]
-    assert_right(arguments(q, k, v, block=32, causal=causal))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("block", "tile_m", "tile_n"), [(64, 16, 32), (64, 64, 16), (96, 32, 32), (48, 16, 16)])
-def test_tiles_smaller_than_blocks(block: int, tile_m: int, tile_n: int, device: str) -> None:
-    q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, D=32, device=device)
-    assert_right(arguments(q, k, v, block=block, tiles=TritonTiles(tile_m, tile_n, 4, 2)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order_heads", [1, 2])
-def test_permuted_keys(order_heads: int, device: str) -> None:
-    q, k, v = make_qkv(N=150, Hq=2, Hkv=1, D=32, device=device)
-    assert_right(arguments(q, k, v, block=32, permutation=random_keys(k, order_heads)))
 
 
 @pytest.mark.slow
@@ -274,12 +263,6 @@ def test_strides(device: str) -> None:
     cache[:, :, :100] = v
     assert_right(arguments(q, k, cache[:, :, :100], block=32))
     assert_right(arguments(q, k, v.transpose(2, 3).contiguous().transpose(2, 3), block=32))
-
-
-def test_large_logits(device: str) -> None:
-    """The running maximum keeps exponents in range, whatever the order in which blocks come."""
-    q, k, v = make_qkv(N=200, Hq=2, Hkv=1, D=64, device=device)
-    assert_right(arguments(100 * q, k, v, block=32))
 
 
 def a_change(heads: int, device: str, *, softcap: float | None = 2.0, sinks: bool = True) -> LogitChange:
