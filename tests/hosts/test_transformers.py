@@ -917,6 +917,20 @@ def test_recorders_count_calls_of_all_threads() -> None:
     torch.testing.assert_close(recorder.density()[0], torch.full((HEADS,), 0.5, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("layers", "mean"), [((-1,), 0.2), ((-1, 0), 0.2), ((0, 1), 0.6), ((-1, 0, 1), 0.6), ((), 1)]
+)
+def test_a_mean_density_is_of_the_layers_that_attend(layers: tuple[int, ...], mean: float) -> None:
+    """Layer 1 is dense. Modules without a layer, such as a vision tower's, count where there are no others."""
+    recorder = DensityRecorder()
+    for layer in layers:
+        if layer == 1 or (layer == -1 and len(layers) > 1):
+            recorder.saw_dense(layer, "little work")
+        else:
+            recorder.saw_sparse(layer, torch.full((1, HEADS), 0.2), q_len=8, k_len=8)
+    assert recorder.mean_density() == pytest.approx(mean)
+
+
 # ---- copies of a model, and models that end
 
 

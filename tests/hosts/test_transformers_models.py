@@ -644,6 +644,22 @@ def test_a_schedule_gives_no_pipeline_to_a_layer_without_attention(schedule: Sch
         assert recorder.sparse_calls() == {1: 1}
 
 
+def test_a_schedule_may_name_layers_of_other_ranks() -> None:
+    """As those of a model's stage in pipeline parallelism. The class of layer 0 leaves its forward to its base."""
+    model, recorder = make("llama", num_hidden_layers=3), DensityRecorder()
+    base = type(model.model.layers[0].self_attn)
+
+    class Inherits(base):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return super().forward(*args, **options)
+
+    model.model.layers[0].self_attn.__class__ = Inherits
+    del model.model.layers[2:]
+    with attached(model, recorder, Schedule(None, layers={0: DENSE_LIMIT, 2: DENSE_LIMIT})):
+        model(tokens(80), use_cache=False)
+    assert recorder.sparse_calls() == {0: 1}
+
+
 # Every model that transformers can build small
 
 

@@ -94,7 +94,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
             reasons.append("FlexAttention must be compiled, and no C++ compiler is found (g++, or what CXX names)")
         elif q.device.type == "cpu" and not _PYTHON_HEADER.exists():
             reasons.append(f"FlexAttention must be compiled, and Python's headers are missing ({_PYTHON_HEADER})")
-        elif q.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        elif q.device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
             reasons.append(
                 "FlexAttention must be compiled, and PyTorch does so for CPUs with AVX2 or AVX-512 alone"
             )

@@ -110,9 +110,11 @@ class DensityRecorder:
     def mean_density(self) -> float:
         """The mean density over the layers that attended and their heads; 1 for layers without a sparse call.
 
-        Layers of a hybrid model that have no attention do not count. 1 if nothing was recorded.
+        Layers of a hybrid model that have no attention do not count, nor do modules without a layer (-1) beside
+        those with one, such as a vision tower. 1 if nothing was recorded.
         """
         layers = {*self._sparse, *self._dense}
+        layers = layers - {-1} or layers
         each = [float(self._kept[x].mean()) / self._pairs[x] if x in self._kept else 1.0 for x in layers]
         return sum(each) / len(each) if each else 1.0
 

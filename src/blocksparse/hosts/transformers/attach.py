@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from enum import StrEnum
@@ -341,6 +341,11 @@ def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTr
             )
 
 
+def _modules(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    """The class and its bases that are modules."""
+    return (base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)
+
+
 def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attention | None]:
     """The attention of every layer of the model, by `layer_idx`, and of modules without a layer (-1)."""
     layers: dict[int, Attention | None] = {}
@@ -359,10 +364,12 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attentio
                 f"{type(model.config).__name__} has no num_hidden_layers"
             )
         layers.update(enumerate(shared(schedule, count)))
-        attending = {layer_of(x) for x in model.modules() if asks_for_its_function(type(x))}
+        # A class may leave its forward to a base, and a stage of a model over several ranks has some layers only.
+        attending = {layer_of(x) for x in model.modules() if any(map(asks_for_its_function, _modules(type(x))))}
+        others = {layer_of(x) for x in model.modules()} - attending
         sparse = (layer for layer, attention in schedule.layers.items() if attention is not None)
         for named in (*sparse, *chain.from_iterable(schedule.same_choice)):
-            if named % count not in attending:
+            if named % count in others:
                 raise ValueError(
                     f"layer {named} of {type(model).__name__} has no attention that a pipeline could replace. "
                     f"Leave it out of the Schedule. These layers have: {sorted(attending - {-1})}."
