@@ -23,6 +23,7 @@ import blocksparse as bs
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Try
 from blocksparse.tools.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
+from tests.hosts.small_models import small_model
 from tests.tune import tiny
 
 
@@ -206,10 +207,10 @@ def test_wrong_files(tmp_path: Path, content: str | None, sentence: str) -> None
 def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
     plan = Plan.load(saved)
     with pytest.raises(
-        TuneError, match=r"made for another model, .*\(it differs in weights, positions or windows\)"
+        TuneError, match=r"made for another model, .*\(it differs in weights, positions, windows or scales\)"
     ):
         plan.schedule(tiny.network(seed=1))
-    with pytest.raises(TuneError, match=r"\(it differs in weights, positions or windows\)"):
+    with pytest.raises(TuneError, match=r"\(it differs in weights, positions, windows or scales\)"):
         plan.schedule(tiny.network(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))  # equal weights
     with pytest.raises(TuneError, match=r"\(it differs in layers: 3 and 4\)"):
         plan.schedule(tiny.network(num_hidden_layers=4))
@@ -217,6 +218,27 @@ def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
         plan.schedule(tiny.network().to("meta"))
     assert plan.schedule(model.to(torch.float64)).resolve(3)[0] is None  # the same numbers in another dtype
     model.to(torch.float32)
+
+
+def test_a_length_is_at_least_one_token() -> None:
+    with pytest.raises(ValueError, match="'tokens' must be a whole number, at least 1"):
+        AtLength(-5, 1.0, 0.0, 0.0, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [
+        ("granite", "attention_multiplier"),
+        ("gemma2", "query_pre_attn_scalar"),
+        ("gemma2", "attn_logit_softcapping"),
+    ],
+)
+def test_a_plan_knows_how_logits_are_scaled(kind: str, scale: str) -> None:
+    network = small_model(kind)
+    made_for = Fingerprint.of(network)
+    assert made_for.difference(Fingerprint.of(network)) is None
+    setattr(network.config, scale, type(getattr(network.config, scale))(7))
+    assert made_for.difference(Fingerprint.of(network)) == "weights, positions, windows or scales"
 
 
 def test_a_plan_for_a_model_over_ranks(model: Any, saved: Path, tmp_path: Path) -> None:

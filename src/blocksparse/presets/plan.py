@@ -12,13 +12,17 @@ from typing import Any, final
 import torch
 from attrs import evolve, field, frozen
 
-from blocksparse.check.validators import shown
+from blocksparse.check.validators import shown, size
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline, Schedule, text_config
 from blocksparse.presets.named import Candidate, TuneError, UpTo
 
 _SAMPLES = 32  # numbers of each weight
-_OF_THE_CONFIG = "rope_parameters", "sliding_window", "layer_types"  # they change attention, and no weight
+_OF_THE_CONFIG = (  # they change attention, and no weight
+    "rope_parameters", "no_rope_layers", "sliding_window", "attention_chunk_size", "layer_types",
+    "num_kv_shared_layers", "query_pre_attn_scalar", "attention_multiplier", "attn_logit_softcapping",
+    "attn_temperature_tuning", "attn_scale", "floor_scale",
+)  # fmt: skip
 
 
 @final
@@ -31,7 +35,7 @@ class Fingerprint:
     layers: int
     heads: int
     kv_heads: int
-    weights: str  # a hash of some numbers of every weight, and of the config's positions and windows
+    weights: str  # a hash of some numbers of every weight, and of the config's positions, windows and logits
 
     @classmethod
     def of(cls, network: Any) -> Fingerprint:
@@ -70,7 +74,7 @@ class Fingerprint:
         for what in ("type", "layers", "heads", "kv_heads"):
             if getattr(self, what) != getattr(other, what):
                 return f"{what.replace('_', ' ')}: {getattr(self, what)} and {getattr(other, what)}"
-        return None if self.weights == other.weights else "weights, positions or windows"
+        return None if self.weights == other.weights else "weights, positions, windows or scales"
 
 
 FORMAT = "blocksparse plan 2"
@@ -96,7 +100,7 @@ class Part:
 class AtLength:
     """KL and other losses of a plan on held prompts of about one length."""
 
-    tokens: int  # of the longest of these prompts
+    tokens: int = field(validator=size)  # of the longest of these prompts
     density: float  # work as a share of dense attention's, mean over layers and query heads
     text_kl: float  # nats, less the noise of kernels
     answer_kl: float
