@@ -109,7 +109,7 @@ def test_a_builder_that_changes_batches_leaves_them_dense() -> None:
     settings = Settings((a_shape(),), min_tokens=1, min_queries=2, dense_below=0)
     worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     builder = Changing.__new__(Changing)
-    builder._page_size, builder._of_rest = 16, [builder]
+    builder._page_size = 16
     (batch,) = builder._batches(common, Kinds.of([a_shape()], settings, worth))
     assert batch.reasons == Counter({"another builder changes batches": 1})
     assert batch.prefills is None

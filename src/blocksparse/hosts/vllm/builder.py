@@ -139,10 +139,13 @@ class SplitBatches:
                     split,
                     lengths,
                     page_size=self._page_size,
-                    build=partial(self._of_rest[kind].build, 0),
+                    build=partial(self._build_rest, kind),
                     remaining=remaining,
                 )
         return [made[split.sparse] for split in splits]
+
+    def _build_rest(self, kind: int, rest: Any) -> Any:
+        return self._of_rest[kind].build(0, rest)  # without sparse layers there is no kind, and no rest
 
 
 def _summary(impls: Iterable[SparsePrefill], how: Sequence[str]) -> str:
