@@ -40,6 +40,7 @@ def top_cdf_triton(
     forced: Tensor | None,
     mass: float | Tensor,
     grid: BlockGrid,
+    *,
     crossing: bool,
     always: AlwaysKept = NO_BLOCKS,
 ) -> Tensor:
