@@ -110,8 +110,8 @@ class DensityRecorder:
     def mean_density(self) -> float:
         """The mean density over the layers that attended and their heads; 1 for layers without a sparse call.
 
-        Layers of a hybrid model that have no attention do not count, nor do modules without a layer (-1) beside
-        those with one, such as a vision tower. 1 if nothing was recorded.
+        Layers of a hybrid model that have no attention do not count, nor do modules without a layer (-1), such
+        as a vision tower, if others have one. 1 if nothing was recorded.
         """
         layers = {*self._sparse, *self._dense}
         layers = layers - {-1} or layers
