@@ -931,6 +931,16 @@ def test_a_mean_density_is_of_the_layers_that_attend(layers: tuple[int, ...], me
     assert recorder.mean_density() == pytest.approx(mean)
 
 
+def test_a_prompt_counts_alike_in_a_batch_and_alone() -> None:
+    """Three prompts in one call, and one in another."""
+    recorder = DensityRecorder()
+    recorder.saw_sparse(0, torch.tensor([[0.2], [0.3], [0.7]]), q_len=8, k_len=8)
+    recorder.saw_sparse(0, torch.tensor([[0.8]]), q_len=8, k_len=8)
+    assert recorder.mean_density() == pytest.approx(0.5)
+    assert recorder.density().tolist() == [[pytest.approx(0.5)]]
+    assert " 0.500 " in recorder.table()
+
+
 # ---- copies of a model, and models that end
 
 

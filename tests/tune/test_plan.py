@@ -160,6 +160,18 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (put("layers", 0, "more", value=1), "is not a whole plan: .*more"),
     (lambda x: x.pop("evidence"), "is not a whole plan: .*evidence"),
     (put("layers", value=None), "is not a whole plan"),
+    (put("layers", 1, "text_kl", value=float("nan")), "'text_kl' must be a finite number, at least 0: nan"),
+    (put("layers", 0, "ms", value=float("inf")), "'ms' must be a finite number, at least 0: inf"),
+    (put("layers", 1, "density", value=1.5), "'density' must be a number from 0 to 1: 1.5"),
+    (put("evidence", "plan", "lengths", 0, "answer_kl", value=-0.1), "'answer_kl' must be a finite number, at"),
+    (put("evidence", "plan", "lengths", 0, "density", value=float("nan")), "'density' must be a number from 0 to"),
+    (put("evidence", "plan", "lengths", 0, "found", value=-1), "'found' must be a whole number, at least 0: -1"),
+    (put("evidence", "tries", 0, "ms", value=-2), "'ms' must be a finite number, at least 0: -2.0"),
+    (put("evidence", "dense_ms", value=float("nan")), "'dense_ms' must be a finite number, at least 0: nan"),
+    (put("evidence", "noise_text_kl", value=-1e-3), "'noise_text_kl' must be a finite number, at least 0: -0.001"),
+    (put("evidence", "text_kl_budget", value=float("inf")), "'text_kl_budget' must be a finite number above 0"),
+    (put("evidence", "tokens", 0, value=0), "'tokens' must be a whole number, at least 1: 0"),
+    (put("evidence", "batch", value=0), "'batch' must be a whole number, at least 1: 0"),
 ]  # fmt: skip
 
 

@@ -70,10 +70,10 @@ class DensityRecorder:
         if window is not None:  # the query at position p sees window of its p + 1 tokens, if there are so many
             beyond, first = max(k_len - window, 0), max(k_len - q_len - window, 0)
             pairs -= (beyond * (beyond + 1) - first * (first + 1)) // 2
-        kept = density.mean(0) * pairs
+        kept = density.sum(0) * pairs
         with _COUNTING:
             self._sparse[layer] += 1
-            self._pairs[layer] += pairs
+            self._pairs[layer] += len(density) * pairs
             self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
 
     def choice_ages(self) -> dict[int, Counter[int]]:
@@ -96,8 +96,8 @@ class DensityRecorder:
     def density(self) -> Tensor:
         """The mean density of the sparse calls, `[layers, Hq]` float64 on the CPU; NaN for a layer without any.
 
-        Calls are weighted by their number of causal (query, key) pairs, so that the chunks of a prompt have the
-        density of the whole prompt.
+        Calls are weighted by their number of (query, key) pairs in all entries of the batch, so that the chunks of
+        a prompt have the density of the whole prompt, and the prompts of a batch that of single calls.
         """
         layers = 1 + max((*self._sparse, *self._dense), default=-1)
         heads = max((kept.shape[0] for kept in self._kept.values()), default=0)

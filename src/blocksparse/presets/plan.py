@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, field, frozen, validators
 
-from blocksparse.check.validators import shown, size
+from blocksparse.check.validators import Rule, count, is_real, optional, positive, shown, size
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline, Schedule, text_config
 from blocksparse.presets.named import Candidate, TuneError, UpTo
@@ -79,6 +79,9 @@ class Fingerprint:
 
 FORMAT = "blocksparse plan 2"
 _log = logging.getLogger(__name__)
+# A file may be edited by hand, and JSON in Python knows NaN and Infinity.
+_amount = Rule("a finite number, at least 0", is_real, lambda x: 0 <= x < float("inf"))
+_share = Rule("a number from 0 to 1", is_real, lambda x: 0 <= x <= 1)
 
 
 @final
@@ -89,10 +92,10 @@ class Part:
     layer: int
     heads: tuple[int, ...] | None  # KV heads; None is all
     attention: Candidate | None  # None is dense
-    density: float
-    text_kl: float  # nats, less the noise of kernels, mean over positions of the text
-    answer_kl: float  # the same at the tokens of answers
-    ms: float  # predicted
+    density: float = field(validator=_share)
+    text_kl: float = field(validator=_amount)  # nats, less the noise of kernels, mean over positions of the text
+    answer_kl: float = field(validator=_amount)  # the same at the tokens of answers
+    ms: float = field(validator=_amount)  # predicted
 
 
 @final
@@ -101,12 +104,13 @@ class AtLength:
     """KL and other losses of a plan on held prompts of about one length."""
 
     tokens: int = field(validator=size)  # of the longest of these prompts
-    density: float  # work as a share of dense attention's, mean over layers and query heads
-    text_kl: float  # nats, less the noise of kernels
-    answer_kl: float
-    answers: int
-    dense_found: int  # answers that dense attention finds
-    found: int  # answers of which every token was the likeliest
+    # Work as a share of dense attention's, mean over layers and query heads.
+    density: float = field(validator=_share)
+    text_kl: float = field(validator=_amount)  # nats, less the noise of kernels
+    answer_kl: float = field(validator=_amount)
+    answers: int = field(validator=count)
+    dense_found: int = field(validator=count)  # answers that dense attention finds
+    found: int = field(validator=count)  # answers of which every token was the likeliest
 
 
 @final
@@ -114,11 +118,11 @@ class AtLength:
 class Try:
     """A verified plan, with its KL on held prompts at the length with the highest KL."""
 
-    density: float  # at the greatest length
-    text_kl: float
-    answer_kl: float
-    found: int  # at all lengths
-    ms: float  # predicted for attention in all layers, at the greatest length
+    density: float = field(validator=_share)  # at the greatest length
+    text_kl: float = field(validator=_amount)
+    answer_kl: float = field(validator=_amount)
+    found: int = field(validator=count)  # at all lengths
+    ms: float = field(validator=_amount)  # predicted for attention in all layers, at the greatest length
     lengths: tuple[AtLength, ...]  # the shortest first
 
 
@@ -129,20 +133,20 @@ class Evidence:
 
     strategy: str
     minimise: str
-    text_kl_budget: float | None  # None where the strategy has none
-    answer_kl_budget: float | None
-    tokens: tuple[int, ...]  # lengths of the prompts
+    text_kl_budget: float | None = field(validator=optional(positive))  # None where the strategy has none
+    answer_kl_budget: float | None = field(validator=optional(positive))
+    tokens: tuple[int, ...] = field(validator=validators.deep_iterable(size))  # lengths of the prompts
     prompts: str  # hash of the prompts that candidates were compared on
     held: str  # hash of the prompts that plans were verified on
-    answers: int  # in the held prompts
-    dense_found: int  # of these, by dense attention
-    noise_text_kl: float  # everything kept in all layers, against dense attention
-    noise_answer_kl: float
-    dense_ms: float  # predicted for attention in all layers, as in `plan`
-    batch: int  # prompts in a call, of which `ms` and `dense_ms` are
+    answers: int = field(validator=count)  # in the held prompts
+    dense_found: int = field(validator=count)  # of these, by dense attention
+    noise_text_kl: float = field(validator=_amount)  # everything kept in all layers, against dense attention
+    noise_answer_kl: float = field(validator=_amount)
+    dense_ms: float = field(validator=_amount)  # predicted for attention in all layers, as in `plan`
+    batch: int = field(validator=size)  # prompts in a call, of which `ms` and `dense_ms` are
     plan: Try
     tries: tuple[Try, ...]  # all that were verified, in order
-    candidates: int
+    candidates: int = field(validator=size)
     dtype: str  # of the model
     device: str
     versions: Mapping[str, str]

@@ -102,9 +102,9 @@ class Reading:
         answers = len(self.prompt.answers_at())
         if not bool(each.isfinite().all()):
             raise TuneError("the model gives numbers that are not finite with sparse attention or without it")
-        return Loss(
-            text=float(each[answers:].mean()),
-            answers=float(each[:answers].mean()) if answers else 0.0,
+        return Loss(  # no KL is below 0, but for rounding
+            text=max(0.0, float(each[answers:].mean())),
+            answers=max(0.0, float(each[:answers].mean())) if answers else 0.0,
             found=_found(again, self.prompt),
         )
 
