@@ -55,6 +55,25 @@ def test_layers_of_a_language_model(compiled: bool) -> None:
     torch.compiler.reset()
 
 
+def test_layers_with_and_without_a_window_share_no_choice() -> None:
+    """None sees what the other one chooses among."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=48, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    model, (executor, pipeline) = transformers.Gemma3ForCausalLM(config).eval(), watching()
+    message = r"of Gemma3ForCausalLM, layer 1 has full_attention and layer 2 has sliding_attention\. Group them"
+    with pytest.raises(ValueError, match=message):
+        language.attach(model, bs.Schedule(pipeline, same_choice=((1, 2),)))
+    of_one_kind = bs.Schedule(pipeline, same_choice=((0, 2), (1, -1)))
+    with torch.no_grad(), language.attach(model, of_one_kind, min_tokens=16, min_window=16):
+        model(torch.randint(1, 61, (1, 150)))
+    one, other, *again = executor.masks
+    assert [one, other] == again
+    assert one.grid.window == 48
+
+
 def test_what_records_and_audits_of_a_language_model_say() -> None:
     model, (_, pipeline) = tiny_llama(num_hidden_layers=4), watching()
     recorder, audit = DensityRecorder(), Audit(rows=16, every=1)

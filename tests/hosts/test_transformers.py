@@ -931,6 +931,18 @@ def test_a_mean_density_is_of_the_layers_that_attend(layers: tuple[int, ...], me
     assert recorder.mean_density() == pytest.approx(mean)
 
 
+def test_layers_of_one_number_may_have_other_heads() -> None:
+    """As in a model of two decoders, which reads with one and speaks with the other."""
+    recorder, few = DensityRecorder(), torch.tensor([[0.2, 0.4]])
+    for density in (few, torch.tensor([[0.6, 0.6, 0.5]]), few):
+        recorder.saw_sparse(0, density, q_len=8, k_len=8)
+    expected = torch.tensor([1.0, 1.4, 1.5], dtype=torch.float64) / 3
+    expected[2] = 0.5  # of one call
+    torch.testing.assert_close(recorder.density()[0], expected)
+    assert recorder.mean_density() == pytest.approx(float(expected.mean()))
+    assert "0.433  0.333 - 0.500" in recorder.table()
+
+
 def test_a_prompt_counts_alike_in_a_batch_and_alone() -> None:
     """Three prompts in one call, and one in another."""
     recorder = DensityRecorder()

@@ -9,6 +9,7 @@ from typing import Unpack, final
 import torch
 from attrs import Factory, define, field, frozen
 from torch import Tensor
+from torch.nn.functional import pad
 
 from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.layers.head_groups import Attention, LayerTrace
@@ -30,7 +31,7 @@ class DensityRecorder:
     _sparse: dict[int, int] = field(factory=lambda: defaultdict(int), init=False)
     _dense: dict[int, Counter[str]] = field(factory=lambda: defaultdict(Counter), init=False)
     _kept: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64, sum of density * pairs
-    _pairs: dict[int, int] = field(factory=lambda: defaultdict(int), init=False, repr=False)
+    _pairs: dict[int, Tensor] = field(factory=dict, init=False, repr=False)  # [Hq] float64 on the CPU
     _ages: dict[int, Counter[int]] = field(factory=lambda: defaultdict(Counter), init=False, repr=False)
 
     def saw(
@@ -71,10 +72,11 @@ class DensityRecorder:
             beyond, first = max(k_len - window, 0), max(k_len - q_len - window, 0)
             pairs -= (beyond * (beyond + 1) - first * (first + 1)) // 2
         kept = density.sum(0) * pairs
+        of_heads = torch.full(kept.shape, len(density) * pairs, dtype=torch.float64, device="cpu")
         with _COUNTING:
             self._sparse[layer] += 1
-            self._pairs[layer] += len(density) * pairs
-            self._kept[layer] = self._kept[layer] + kept if layer in self._kept else kept
+            for sums, more in ((self._kept, kept), (self._pairs, of_heads)):
+                sums[layer] = _added(sums[layer], more) if layer in sums else more
 
     def choice_ages(self) -> dict[int, Counter[int]]:
         """Number of sparse calls of each layer by the age of their choice in steps, where choices are kept."""
@@ -104,8 +106,12 @@ class DensityRecorder:
         density = torch.full((layers, heads), float("nan"), dtype=torch.float64, device="cpu")
         for layer, kept in self._kept.items():
             if layer >= 0:
-                density[layer, : kept.shape[0]] = kept.cpu() / self._pairs[layer]
+                density[layer, : kept.shape[0]] = self._of_heads(layer)
         return density
+
+    def _of_heads(self, layer: int) -> Tensor:
+        """The mean density of each head of a layer, `[Hq]` float64 on the CPU."""
+        return self._kept[layer].cpu() / self._pairs[layer]
 
     def mean_density(self) -> float:
         """The mean density over the layers that attended and their heads; 1 for layers without a sparse call.
@@ -115,7 +121,7 @@ class DensityRecorder:
         """
         layers = {*self._sparse, *self._dense}
         layers = layers - {-1} or layers
-        each = [float(self._kept[x].mean()) / self._pairs[x] if x in self._kept else 1.0 for x in layers]
+        each = [float(self._of_heads(x).mean()) if x in self._kept else 1.0 for x in layers]
         return sum(each) / len(each) if each else 1.0
 
     def table(self) -> str:
@@ -124,7 +130,7 @@ class DensityRecorder:
         for layer in sorted({*self._sparse, *self._dense}):
             mean, heads = "", ""
             if layer in self._kept:
-                density = self._kept[layer].cpu() / self._pairs[layer]
+                density = self._of_heads(layer)
                 mean, heads = f"{density.mean():.3f}", f"{density.min():.3f} - {density.max():.3f}"
             dense = ", ".join(f"{n} x {why}" for why, n in self._dense.get(layer, Counter[str]()).most_common())
             lines.append(f"{layer:>5}  {self._sparse.get(layer, 0):>6}  {mean:>7}  {heads:<13}  {dense or '-'}")
@@ -134,6 +140,13 @@ class DensityRecorder:
         """Delete all records."""
         for recorded in (self._sparse, self._dense, self._kept, self._pairs, self._ages):
             recorded.clear()
+
+
+def _added(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of `x` and `y`, each of which may have more heads: a model of two decoders has two layers 0."""
+    heads = max(len(x), len(y))
+    x, y = (pad(each, (0, heads - len(each))) for each in (x, y))
+    return x + y
 
 
 @final

@@ -216,7 +216,8 @@ def attach(
         ValueError: no attention of the model asks transformers which function to call, or a part of the model does
             arithmetic on masks. Or its attention function is not one of transformers. Or the model lacks a layer
             that the schedule names, or shares one attention among its layers. Or the schedule has a pipeline for a
-            layer without attention. Or transformers is too old for `continuous_batching`.
+            layer without attention, or one choice for layers of several kinds, as with and without a window. Or
+            transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
     read_again()  # sinks that were written to since, which not every write says of itself
@@ -373,5 +374,12 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attentio
                 raise ValueError(
                     f"layer {named} of {type(model).__name__} has no attention that a pipeline could replace. "
                     f"Leave it out of the Schedule. These layers have: {sorted(attending - {-1})}."
+                )
+        kinds: Sequence[str] = getattr(text_config(model), "layer_types", None) or ()
+        for layer, chooser in enumerate(schedule.choosers(count)) if kinds else ():
+            if kinds[layer] != kinds[chooser]:  # neither sees what the other one chooses among
+                raise ValueError(
+                    f"'same_choice' must have layers of one kind together: of {type(model).__name__}, layer "
+                    f"{chooser} has {kinds[chooser]} and layer {layer} has {kinds[layer]}. Group them apart."
                 )
     return layers
