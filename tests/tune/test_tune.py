@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("scipy")
 pytest.importorskip("cattrs")
 
+import transformers
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from blocksparse import Schedule
@@ -63,6 +64,22 @@ def test_layers_that_lend_their_keys_run_again() -> None:
     with attach(model, Schedule(None, layers={5: tiny.pooled(0.5).pipeline()}), min_tokens=1):
         assert reading.losses(5) == reading.losses(0)
         assert reading.losses(5).text > 0
+
+
+def test_so_do_layers_that_others_name_as_the_source_of_their_keys() -> None:
+    """In Mistral Large 4, which `attach` refuses, as it selects its own keys."""
+    config = small_model("mistral_large4").config
+    config.text_config.kv_source_layers = [0, 0]
+    model = transformers.MistralLarge4ForConditionalGeneration(config).eval()
+    prompt = TunePrompt(torch.arange(200)[None], ((196, 200),))
+    assert Reading.of(model, prompt, positions=50, keep_outputs=True).losses(1).text == 0
+
+
+def test_a_model_that_sees_its_whole_prompt_is_refused(tmp_path: Path) -> None:
+    """Dense attention would be that of another model: PaliGemma without token types sees what comes later."""
+    bench = Bench(small_model("paligemma"), Journal.open(tmp_path / "j", {}), Work(lambda *_: None, {}), 60)
+    with pytest.raises(TuneError, match="PaliGemmaForConditionalGeneration is not causal: its first tokens see"):
+        bench.sparse_layers(TunePrompt(torch.arange(200)[None], ((196, 200),)))
 
 
 @pytest.mark.parametrize("layer", range(tiny.LAYERS))

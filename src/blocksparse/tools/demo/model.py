@@ -23,6 +23,7 @@ from typing import Any, final
 
 import torch
 from attrs import frozen
+from torch import Tensor
 
 from blocksparse.check.validators import UserError
 from blocksparse.layers.schedule import Schedule, base_model, logits_of, text_config
@@ -61,13 +62,11 @@ class Model:
             attach(network, Schedule(None)).detach()
         except ValueError as error:
             raise UserError(str(error)) from None
-        ids = torch.ones(2, 8, dtype=torch.int64, device=self.device)
-        ids[1, -1] = 0
+        ids = unlike_at_the_end(self.device)
         hidden = getattr(base_model(network)(ids, use_cache=False), "last_hidden_state", None)
         if hidden is None or network.get_output_embeddings() is None:
             raise UserError(f"{name} has no base model below a head for tokens, which this command needs")
-        first, second = hidden[:, :-1].float()
-        if float((first - second).abs().max()) > 1e-3 * float(first.abs().max()):  # the same kernels ran on both
+        if sees_later_tokens(hidden):
             raise UserError(
                 f"{name} is not causal: its first tokens see later ones. This command takes decoders, for which "
                 "some configs need is_decoder=True."
@@ -81,6 +80,19 @@ class Model:
                 f"{name} does not make its logits by its output embeddings alone, as this command does. `attach` "
                 "and `tune` take the model."
             )
+
+
+def unlike_at_the_end(device: torch.device) -> Tensor:
+    """Two prompts `[2, 8]` int64 that differ in their last token alone."""
+    ids = torch.ones(2, 8, dtype=torch.int64, device=device)
+    ids[1, -1] = 0
+    return ids
+
+
+def sees_later_tokens(given: Tensor) -> bool:
+    """Whether what a model gives for two such prompts `[2, 8, C]` differs before their last token."""
+    first, second = given[:, :-1].float()
+    return float((first - second).abs().max()) > 1e-3 * float(first.abs().max())  # the same kernels ran on both
 
 
 def dtype_for(device: torch.device) -> torch.dtype:

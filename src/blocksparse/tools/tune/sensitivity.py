@@ -23,6 +23,7 @@ from blocksparse.presets.named import Candidate, TuneError
 from blocksparse.score.scorer import NoScorer
 from blocksparse.select.top_k import Threshold
 from blocksparse.spec import AttentionSpec
+from blocksparse.tools.demo.model import sees_later_tokens, unlike_at_the_end
 from blocksparse.tools.demo.watch import QKV, OwnAttention, watch
 from blocksparse.tools.tune.choice import DENSE, Evaluation, Unit, milliseconds
 from blocksparse.tools.tune.journal import Journal, Work
@@ -74,8 +75,7 @@ class Reading:
         prompt = TunePrompt(prompt.ids.to(device), prompt.answers)
         at = torch.cat((prompt.answers_at(), prompt.text_at(positions))).to(device)
         outputs: list[Any] = []
-        # Where later layers take keys of earlier ones (Gemma 3n), the earlier ones must run.
-        skips = keep_outputs and not getattr(text_config(network), "num_kv_shared_layers", 0)
+        skips = keep_outputs and not _layers_share_keys(text_config(network))
         hooks = [
             layer.register_forward_hook(lambda _, __, out: outputs.append(out))
             for layer in (decoder_layers(network) if skips else ())
@@ -150,6 +150,14 @@ def decoder_layers(network: Any) -> list[nn.Module]:
     )
 
 
+def _layers_share_keys(config: Any) -> bool:
+    """Whether later layers take keys of earlier ones, as in Gemma 3n, so that the earlier ones must run."""
+    sources = getattr(config, "kv_source_layers", None) or ()
+    return bool(getattr(config, "num_kv_shared_layers", 0)) or any(
+        source != layer for layer, source in enumerate(sources)
+    )
+
+
 @contextmanager
 def on_attention(network: Any, see: Callable[[Call], None]) -> Iterator[None]:
     """Show `see` each call of the attention function that `network` uses now, before it is made."""
@@ -212,6 +220,7 @@ class Bench:
         """Layers that attend as a pipeline may: causal, without a window or another mask, a softcap or sinks."""
 
         def measure() -> list[int]:
+            self._refuse_not_causal()
             recorder, plain = DensityRecorder(), set[int]()
 
             def see(call: Call) -> None:
@@ -236,6 +245,19 @@ class Bench:
 
         found: list[int] = self.journal.once("layers that can be sparse", measure)
         return found
+
+    @torch.inference_mode()
+    def _refuse_not_causal(self) -> None:
+        """Refuse a model that is causal only when attached: dense attention would be another model.
+
+        PaliGemma sees its whole prompt where no token types tell the answer from the rest.
+        """
+        ids = unlike_at_the_end(self.network.device)
+        if sees_later_tokens(self.network(ids, use_cache=False).logits):
+            raise TuneError(
+                f"{type(self.network).__name__} is not causal: its first tokens see later ones. `tune` takes "
+                "decoders, for which some configs need is_decoder=True."
+            )
 
     def reading(self, prompt: TunePrompt, *, keep_outputs: bool) -> Reading:
         """A dense reading, made when it is first needed; of those with outputs of layers only the last is held."""
