@@ -14,7 +14,17 @@ from attrs import evolve
 pytest.importorskip("scipy")
 
 from blocksparse.presets.plan import AtLength, Try
-from blocksparse.tools.tune.choice import GuidedChoice, Key, Line, Option, Unit, choose, hoped_losses
+from blocksparse.tools.tune.choice import (
+    Costs,
+    Evaluation,
+    GuidedChoice,
+    Key,
+    Line,
+    Option,
+    Unit,
+    choose,
+    hoped_losses,
+)
 from blocksparse.tools.tune.session import plan_that_fits
 
 
@@ -275,3 +285,16 @@ def test_times_grow_with_density_and_never_fall() -> None:
     assert line.at(0.3) == pytest.approx(4.0)
     falling = Line.through([(0.1, 5.0), (0.9, 1.0)])
     assert falling.at(0.9) >= falling.at(0.1) >= 0
+
+
+def test_groups_of_unequal_size_cost_by_their_heads() -> None:
+    """Three KV heads in two groups; only groups of one head were timed."""
+    small, large = Unit.of_layer(0, 3, 2)
+    assert (len(small.heads), len(large.heads)) == (1, 2)
+    evaluations = {unit: {"x": Evaluation(0.5, 0.1)} for unit in (small, large)}
+    for minimise, dense, sparse in (("time", 9.0, 3.0), ("density", 1.0, 0.5)):
+        costs = Costs.of(evaluations, {(small, "dense"): 9.0, (small, "x"): 1.0}, minimise)
+        assert costs(small, "dense") == pytest.approx(dense / 3)
+        assert costs(large, "dense") == pytest.approx(dense * 2 / 3)
+        assert costs(small, "x") == pytest.approx(sparse / 3)
+        assert costs(large, "x") == pytest.approx(sparse * 2 / 3)

@@ -160,7 +160,7 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (put("layers", 0, "more", value=1), "is not a whole plan: .*more"),
     (lambda x: x.pop("evidence"), "is not a whole plan: .*evidence"),
     (put("layers", value=None), "is not a whole plan"),
-    (put("layers", 1, "text_kl", value=float("nan")), "'text_kl' must be a finite number, at least 0: nan"),
+    (put("layers", 1, "text_kl", value=float("nan")), "'text_kl' must be a finite number, at least 0, or None"),
     (put("layers", 0, "ms", value=float("inf")), "'ms' must be a finite number, at least 0: inf"),
     (put("layers", 1, "density", value=1.5), "'density' must be a number from 0 to 1: 1.5"),
     (put("evidence", "plan", "lengths", 0, "answer_kl", value=-0.1), "'answer_kl' must be a finite number, at"),

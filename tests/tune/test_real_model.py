@@ -28,7 +28,7 @@ def test_a_plan_for_the_real_model(
     # Short, because the model runs once for each layer and candidate, and once more for the noise; so a few layers
     # of all depths are tuned, and those between them are dense.
     every = Bench.sparse_layers
-    monkeypatch.setattr(Bench, "sparse_layers", lambda *call: every(*call)[1::6])
+    monkeypatch.setattr(Bench, "sparse_layers", lambda *call: dict(list(every(*call).items())[1::6]))
     tuned, held, _ = prompts_from_text(model.tokenizer, TEXT.read_text(), tokens=192, count=3)
     candidates = [Candidate("xattention", {"mass": 0.8, "block": 32}, 32)]
     plan = tune(

@@ -19,6 +19,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 from blocksparse import Schedule
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.tools.cli.main import main
+from blocksparse.tools.cli.tune import summary
 from blocksparse.tools.tune import (
     Budget,
     Candidate,
@@ -226,6 +227,26 @@ def test_groups_of_heads_get_choices_of_their_own(model: Any, tmp_path: Path) ->
         model(tiny.prompts(1, 1)[0].ids)
 
 
+def test_layers_may_have_heads_of_their_own(tmp_path: Path) -> None:
+    """As in Gemma 4, where those of layers without a window are fewer and are not split, whatever is asked for."""
+    heads = {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "head_dim": 16, "global_head_dim": 16}
+    config = transformers.Gemma4TextConfig(
+        **heads, num_attention_heads=4, attention_k_eq_v=True, vocab_size=260, vocab_size_per_layer_input=260,
+        hidden_size=64, intermediate_size=64, hidden_size_per_layer_input=8, num_hidden_layers=2,
+        sliding_window=48, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model, limits = transformers.Gemma4ForCausalLM(config).eval(), Budget(9.0, 9.0)
+    plan = tuned(model, tmp_path / "j", candidates=[tiny.pooled(0.5)], budget=limits, head_groups=2)
+    assert [(part.layer, part.heads, part.attention) for part in plan.layers] == [
+        (0, None, None),
+        (1, None, tiny.pooled(0.5)),
+    ]
+    recorder = DensityRecorder()
+    with attach(model, plan.schedule(model), min_tokens=1, recorder=recorder):
+        model(tiny.prompts(1, 1)[0].ids)
+    assert recorder.sparse_calls() == {1: 1}
+
+
 def test_layers_that_are_never_sparse_stay_dense(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     windowed = MistralForCausalLM(MistralConfig(**sizes, vocab_size=260, num_key_value_heads=2, sliding_window=32))
@@ -242,7 +263,7 @@ def test_layers_with_a_softcap_stay_dense(tmp_path: Path) -> None:
         tuned(model, tmp_path / "all")
     model.model.layers[1].self_attn.attn_logit_softcapping = None
     bench = Bench(model, Journal.open(tmp_path / "one", {}), Work(lambda *_: None, {}), 60)
-    assert bench.sparse_layers(prompt) == [1]
+    assert bench.sparse_layers(prompt) == {1: 2}
 
 
 def test_layers_that_share_one_attention_have_no_plan(tmp_path: Path) -> None:
@@ -358,6 +379,9 @@ def test_sparge_takes_the_fewest_blocks_under_its_bounds(model: Any, tmp_path: P
             assert part.density == pytest.approx(min(fits), rel=1e-4)
             assert part.attention is not None
             assert part.attention.preset == "sparge"
+        # This search does not run the model with one layer sparse, and dense attention loses nothing.
+        assert part.text_kl == part.answer_kl == (None if fits else 0.0)
+    assert "-         -  sparge(" in summary(plan)
     assert plan.evidence.text_kl_budget is None
 
 

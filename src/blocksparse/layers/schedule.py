@@ -18,6 +18,25 @@ def text_config(network: Any) -> Any:
     return network.config.get_text_config(decoder=True)
 
 
+def setting(config: Any, name: str) -> Any:
+    """A setting of a transformers config, None if it has none; of layers that differ in it, a list by layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses one value for all layers
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+
+
+def heads_of(config: Any) -> tuple[int, int]:
+    """The number of query heads and of KV heads in a layer; the most, where layers differ."""
+
+    def most(name: str) -> int:
+        found = setting(config, name)
+        return int(max(found) if isinstance(found, list) else found or 0)
+
+    heads = most("num_attention_heads")
+    return heads, most("num_key_value_heads") or heads
+
+
 def base_model(network: Any) -> Any:
     """The model below the head, which returns a `last_hidden_state` `[B, N, C]`."""
     return network.base_model

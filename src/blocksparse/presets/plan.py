@@ -14,7 +14,7 @@ from attrs import evolve, field, frozen, validators
 
 from blocksparse.check.validators import Rule, count, is_real, optional, positive, shown, size
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
-from blocksparse.layers.schedule import LayerPipeline, Schedule, text_config
+from blocksparse.layers.schedule import LayerPipeline, Schedule, heads_of, setting, text_config
 from blocksparse.presets.named import Candidate, TuneError, UpTo
 
 _SAMPLES = 32  # numbers of each weight
@@ -55,9 +55,9 @@ class Fingerprint:
             flat = whole.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
             digest.update(f"{name} {tuple(weight.shape)} ".encode() + some.numpy().tobytes())
-        settings = {name: getattr(config, name, None) for name in _OF_THE_CONFIG}
+        settings = {name: setting(config, name) for name in _OF_THE_CONFIG}
         digest.update(json.dumps(settings, sort_keys=True).encode())
-        heads = int(config.num_attention_heads)
+        heads, kv_heads = heads_of(config)
         return cls(
             name=str(getattr(network.config, "_name_or_path", "") or type(network).__name__)
             .rstrip("/")
@@ -65,7 +65,7 @@ class Fingerprint:
             type=str(config.model_type),
             layers=int(config.num_hidden_layers),
             heads=heads,
-            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            kv_heads=kv_heads,
             weights=digest.hexdigest()[:32],
         )
 
@@ -93,9 +93,10 @@ class Part:
     heads: tuple[int, ...] | None  # KV heads; None is all
     attention: Candidate | None  # None is dense
     density: float = field(validator=_share)
-    text_kl: float = field(validator=_amount)  # nats, less the noise of kernels, mean over positions of the text
-    answer_kl: float = field(validator=_amount)  # the same at the tokens of answers
-    ms: float = field(validator=_amount)  # predicted
+    # Nats, less the noise of kernels, mean over positions of the text; None where the strategy measures none.
+    text_kl: float | None = field(validator=optional(_amount))
+    answer_kl: float | None = field(validator=optional(_amount))  # the same at the tokens of answers
+    ms: float = field(validator=_amount)  # predicted; 0 of a layer that cannot be sparse, which is not timed
 
 
 @final
@@ -122,7 +123,7 @@ class Try:
     text_kl: float = field(validator=_amount)
     answer_kl: float = field(validator=_amount)
     found: int = field(validator=count)  # at all lengths
-    ms: float = field(validator=_amount)  # predicted for attention in all layers, at the greatest length
+    ms: float = field(validator=_amount)  # predicted for the layers that can be sparse, at the greatest length
     lengths: tuple[AtLength, ...]  # the shortest first
 
 
@@ -142,7 +143,7 @@ class Evidence:
     dense_found: int = field(validator=count)  # of these, by dense attention
     noise_text_kl: float = field(validator=_amount)  # everything kept in all layers, against dense attention
     noise_answer_kl: float = field(validator=_amount)
-    dense_ms: float = field(validator=_amount)  # predicted for attention in all layers, as in `plan`
+    dense_ms: float = field(validator=_amount)  # predicted for the same layers as in `plan`
     batch: int = field(validator=size)  # prompts in a call, of which `ms` and `dense_ms` are
     plan: Try
     tries: tuple[Try, ...]  # all that were verified, in order

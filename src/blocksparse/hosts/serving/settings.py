@@ -16,7 +16,7 @@ from blocksparse.execute.flex import FlexExecutor
 from blocksparse.execute.int8 import Int8Executor
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.layers.head_groups import HeadGroups
-from blocksparse.layers.schedule import LayerPipeline, Schedule
+from blocksparse.layers.schedule import LayerPipeline, Schedule, heads_of
 from blocksparse.observe.audit import Audit, Crossing
 from blocksparse.pipeline import Pipeline
 from blocksparse.presets.named import always_sparse, extended, maker
@@ -58,12 +58,12 @@ class Served:
         Args:
             text: transformers' configuration of the language model.
         """
-        heads = int(text.num_attention_heads)
+        heads, kv_heads = heads_of(text)
         return cls(
             type=str(text.model_type),
             layers=int(text.num_hidden_layers),
             heads=heads,
-            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            kv_heads=kv_heads,
             ranks=ranks,
             draft_tokens=draft_tokens,
         )

@@ -175,8 +175,9 @@ def summary(plan: Plan) -> str:
     lines = [f"{'layer':>8}  {'density':>7}  {'text KL':>8}  {'answers':>8}  attention"]
     for part in plan.layers:
         heads = "" if part.heads is None else f":{part.heads[0]}-{part.heads[-1]}"
+        text_kl, answer_kl = ("-" if kl is None else f"{kl:.5f}" for kl in (part.text_kl, part.answer_kl))
         lines.append(
-            f"{f'{part.layer}{heads}':>8}  {part.density:7.3f}  {part.text_kl:8.5f}  {part.answer_kl:8.5f}  "
+            f"{f'{part.layer}{heads}':>8}  {part.density:7.3f}  {text_kl:>8}  {answer_kl:>8}  "
             f"{part.attention or 'dense'}"
         )
     return "\n".join(
@@ -192,8 +193,8 @@ def summary(plan: Plan) -> str:
                 for each in of_plan.lengths
             ),
             f"answers found: {of_plan.found} of {found.answers}, by dense attention {found.dense_found}; "
-            f"predicted time of attention, {_prompts_in(found.batch)} in a call: {of_plan.ms:.1f} ms, "
-            f"dense {found.dense_ms:.1f} ms on {found.device}",
+            f"predicted time of attention in layers that can be sparse, {_prompts_in(found.batch)} in a call: "
+            f"{of_plan.ms:.1f} ms, dense {found.dense_ms:.1f} ms on {found.device}",
         ]
     )
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
-from blocksparse.layers.schedule import base_model, text_config
+from blocksparse.layers.schedule import base_model, heads_of, text_config
 from blocksparse.presets.text import mean_pooling, pbs_attn
 from blocksparse.tools.demo import read_text
 from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure
@@ -190,7 +190,7 @@ def _attending(model: Model) -> list[int]:
 
 def _layer_and_head(model: Model, settings: DemoSettings, attending: Sequence[int]) -> tuple[int, int]:
     config = text_config(model.network)
-    heads = config.num_attention_heads
+    heads, _ = heads_of(config)
     for name, wanted, count in (
         ("--layer", settings.layer, config.num_hidden_layers),
         ("--head", settings.head, heads),

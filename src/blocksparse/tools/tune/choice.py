@@ -36,6 +36,11 @@ class Unit:
             else f"{self.layer}:{self.heads[0]}-{self.heads[-1]}"
         )
 
+    @property
+    def share(self) -> float:
+        """Its part of the layer's heads."""
+        return len(self.heads) / self.kv_heads
+
     @classmethod
     def of_layer(cls, layer: int, kv_heads: int, groups: int) -> list[Unit]:
         """A layer in so many groups of KV heads, as equal as can be."""
@@ -119,7 +124,7 @@ class Costs:
     """Cost of each candidate in each unit, from its density there and its line of time over density."""
 
     density: Mapping[Key, float]
-    lines: Mapping[str, Line]  # by candidate
+    lines: Mapping[str, Line]  # by candidate; of a whole layer, since groups of heads may differ in size
     dense_ms: float  # of a whole layer
     minimise: str  # "time" or "density"
 
@@ -137,7 +142,9 @@ class Costs:
         return cls(
             density,
             {
-                name: Line.through([(density[unit, name], ms) for (unit, of), ms in times.items() if of == name])
+                name: Line.through(
+                    [(density[unit, name], ms / unit.share) for (unit, of), ms in times.items() if of == name]
+                )
                 for name in names
             },
             statistics.fmean(ms for (_, name), ms in times.items() if name == DENSE),
@@ -146,15 +153,14 @@ class Costs:
 
     def ms(self, unit: Unit, name: str) -> float:
         """Predicted milliseconds of a candidate, or of "dense", in one unit."""
-        if name == DENSE:
-            return self.dense_ms * len(unit.heads) / unit.kv_heads
-        return self.lines[name].at(self.density[unit, name])
+        whole = self.dense_ms if name == DENSE else self.lines[name].at(self.density[unit, name])
+        return unit.share * whole
 
     def __call__(self, unit: Unit, name: str) -> float:
-        """The cost to minimise."""
+        """The cost to minimise: milliseconds, or density as a share of a whole layer."""
         if self.minimise == "time":
             return self.ms(unit, name)
-        return 1.0 if name == DENSE else self.density[unit, name]
+        return unit.share * (1.0 if name == DENSE else self.density[unit, name])
 
 
 @final
@@ -164,7 +170,7 @@ class Option:
 
     name: str
     cost: float
-    losses: tuple[float, ...]  # one for each budget, none below 0
+    losses: tuple[float, ...]  # one for each budget, none below 0; none at all where they were not measured
 
 
 def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[Option]:

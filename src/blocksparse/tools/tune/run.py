@@ -91,7 +91,8 @@ def tune(
             longer prompts.
         minimise: "time" or "density". Time is predicted for this device at the longest prompt.
         batch: how many prompts a call will have. Times are those of such calls.
-        head_groups: into how many groups the KV heads of each layer are split. Each gets its own choice.
+        head_groups: into how many groups the KV heads of each layer are split. Each gets its own choice. Layers
+            with fewer KV heads than others, as in Gemma 4, are not split.
         positions: at how many positions of a prompt's text predictions are compared.
         report: is called with the progress.
 
@@ -253,7 +254,8 @@ def sparge_search(
     own = {unit: [by_name[name]] if name != DENSE else [] for unit, name in chosen.items()}
     costs = Costs.of(first, bench.times(session.longest, own), "density")
     tried = session.verified(names, by_name, costs)
-    taken = [Option(name, costs(unit, name), (0.0, 0.0)) for unit, name in chosen.items()]
+    # The model never runs with one layer sparse alone, so only dense attention's loss is known.
+    taken = [Option(name, costs(unit, name), (0.0, 0.0) if name == DENSE else ()) for unit, name in chosen.items()]
     return session.plan(taken, by_name, costs, tried, [tried], strategy="sparge", budget=(None, None))
 
 

@@ -216,21 +216,24 @@ class Bench:
 
         return attach(self.network, schedule, min_tokens=1, min_queries=1, recorder=recorder, min_window=None)
 
-    def sparse_layers(self, prompt: TunePrompt) -> list[int]:
-        """Layers that attend as a pipeline may: causal, without a window or another mask, a softcap or sinks."""
+    def sparse_layers(self, prompt: TunePrompt) -> dict[int, int]:
+        """Number of KV heads of each layer that attends as a pipeline may.
 
-        def measure() -> list[int]:
+        Such a layer is causal, without a window or another mask, a softcap or sinks.
+        """
+
+        def measure() -> list[tuple[int, int]]:
             self._refuse_not_causal()
-            recorder, plain = DensityRecorder(), set[int]()
+            recorder, plain = DensityRecorder(), dict[int, int]()
 
             def see(call: Call) -> None:
                 if call.plain:
-                    plain.add(call.layer)
+                    plain[call.layer] = call.k.shape[1]
 
             attached = self.attached(Schedule(EVERYTHING), recorder)
             with attached, on_attention(self.network, see), torch.inference_mode():
                 self.network(prompt.ids.to(self.network.device), use_cache=False, logits_to_keep=1)
-            if not (found := sorted(plain & set(recorder.sparse_calls()))):
+            if not (found := sorted(plain.keys() & recorder.sparse_calls().keys())):
                 reasons = {why for calls in recorder.dense_calls().values() for why in calls}
                 reasons |= {"softcap or attention sinks, which tune does not compare"} if not plain else set()
                 raise TuneError(
@@ -241,10 +244,9 @@ class Bench:
                     f"the attention of {type(self.network).__name__} does not say in which layer it is, so a plan "
                     "cannot name its layers. Attach one pipeline to all of them."
                 )
-            return found
+            return [(layer, plain[layer]) for layer in found]
 
-        found: list[int] = self.journal.once("layers that can be sparse", measure)
-        return found
+        return dict(self.journal.once("KV heads of layers that can be sparse", measure))
 
     @torch.inference_mode()
     def _refuse_not_causal(self) -> None:

@@ -230,7 +230,12 @@ class Session:
         }
         bench = Bench(network, Journal.open(journal, about), Work(report, {}), positions)
         layers = bench.sparse_layers(_longest(prompts))
-        units = [unit for layer in layers for unit in Unit.of_layer(layer, model.kv_heads, head_groups)]
+        # A plan knows one number of KV heads, so layers with fewer, as in Gemma 4, are not split.
+        units = [
+            unit
+            for layer, kv_heads in layers.items()
+            for unit in Unit.of_layer(layer, kv_heads, head_groups if kv_heads == model.kv_heads else 1)
+        ]
         return cls(bench, model, units, prompts, Verifier(bench, held), about, batch)
 
     @property
@@ -277,13 +282,14 @@ class Session:
         parts = {}
         for unit, option in zip(self.units, taken, strict=True):
             whole = len(unit.heads) == unit.kv_heads
+            text_kl, answer_kl = map(_short, option.losses) if option.losses else (None, None)
             parts[unit.layer, unit.heads] = Part(
                 unit.layer,
                 None if whole else unit.heads,
                 candidates.get(option.name),
                 1.0 if option.name == DENSE else _short(costs.density[unit, option.name]),
-                _short(option.losses[0]),
-                _short(option.losses[1]),
+                text_kl,
+                answer_kl,
                 _short(costs.ms(unit, option.name)),
             )
         for layer in set(range(self.model.layers)) - {unit.layer for unit in self.units}:
