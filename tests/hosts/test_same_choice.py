@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -72,6 +74,28 @@ def test_layers_with_and_without_a_window_share_no_choice() -> None:
     one, other, *again = executor.masks
     assert [one, other] == again
     assert one.grid.window == 48
+
+
+def test_nothing_is_kept_of_forward_calls_in_which_the_first_layer_is_dense() -> None:
+    """The next layer chooses for the others, anew in each call."""
+    model, (executor, pipeline) = tiny_llama(num_hidden_layers=4), watching()
+    bias = {"position_bias": torch.zeros(1, 4, 150, 150)}
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | bias), with_kwargs=True
+    )
+    chosen: list[weakref.ref[Any]] = []
+    with language.attach(model, bs.Schedule(pipeline, same_choice=((0, 1, 2, 3),)), min_tokens=16):
+        for seed in range(4):
+            ids = torch.randint(1, 61, (1, 150), generator=torch.Generator().manual_seed(seed))
+            model(input_ids=ids, use_cache=False)
+            first, *others = executor.masks
+            assert len(others) == 2
+            assert all(other is first for other in others)
+            chosen.append(weakref.ref(first))
+            executor.masks.clear()
+            del first, others
+        gc.collect()
+        assert [mask() is not None for mask in chosen] == [False, False, False, True]
 
 
 def test_what_records_and_audits_of_a_language_model_say() -> None:

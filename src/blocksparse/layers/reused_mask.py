@@ -56,6 +56,7 @@ class MaskCache:
 
     steps: int = field(validator=size)
     step: int = field(default=0, init=False)
+    last: int = field(default=-1, init=False)  # the layer that began a call last
     _prompt: int = field(default=0, init=False)  # the number of the one that calls are for; 0 if it is not told
     _prompts: dict[int, ref[Tensor]] = field(factory=dict, init=False)
     _numbers: Iterator[int] = field(factory=lambda: count(1), init=False)
@@ -146,9 +147,13 @@ class ReusedMask:
     _crossed: int = field(default=0, init=False)
 
     def begin(self) -> None:
-        """Begin a call of this layer, of one prompt or of several. For the chooser it is a new step."""
-        if self.layer == self.chooser:
+        """Begin a call of this layer, of one prompt or of several.
+
+        A new step begins with the chooser, or with a later layer where the chooser's call is dense.
+        """
+        if self.layer <= self.cache.last:
             self.cache.begin(self.cache.step + 1)
+        self.cache.last = self.layer
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`: `[B, Hq, M, Dv]`."""
