@@ -27,8 +27,10 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT
-from blocksparse.tools.inspection.collect import Figures, Findings, Maps, Preset, look
+from blocksparse.tools.demo.model import Model
+from blocksparse.tools.inspection.collect import Figures, Findings, Maps, Preset, collect, look
 from blocksparse.tools.inspection.page import numbers, page
+from tests.hosts.small_models import small_model
 from tests.specs import asked, grid_of
 from tests.tiny_model import byte_tokenizer, save_tiny
 
@@ -213,13 +215,12 @@ def test_report_has_every_layer_head_and_map(folder: Path) -> None:
 def test_layers_that_are_left_out_stay_dense(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the model reads with each preset, though they could be sparse."""
     from blocksparse.tools.demo.model import load
-    from blocksparse.tools.inspection import collect
 
     reasons = iter((None, "it is left out"))  # of the first layer and of the second
-    monkeypatch.setattr(collect, "_not_plain", lambda *_: next(reasons))
+    monkeypatch.setattr("blocksparse.tools.inspection.collect._not_plain", lambda *_: next(reasons))
     model, name = load(folder / "tiny", device=torch.device("cpu")), "mean_pooling"
     network, ids = model.network.float(), torch.randint(250, (1, 200))
-    found = collect.collect(model, ids, {name: PIPELINES[name]}, begin=lambda _: None)
+    found = collect(model, ids, {name: PIPELINES[name]}, begin=lambda _: None)
     assert found.skipped == {1: "it is left out"}
     assert list(found.maps) == [0]
     dense = network.model(ids).last_hidden_state
@@ -229,6 +230,22 @@ def test_layers_that_are_left_out_stay_dense(folder: Path, monkeypatch: pytest.M
     kl = float((right.exp() * (right - other)).sum(-1).mean())
     assert kl > 0
     assert found.presets[0].kl == pytest.approx(kl, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "skipped"),
+    [
+        ("zamba", {-1: "its attention does not say in which layer it is"}),
+        ("hrm_text", dict.fromkeys((0, 1), "it attends 8 times")),
+        ("doge", dict.fromkeys((0, 1), "it stays dense: not causal")),
+    ],
+)
+def test_layers_that_have_no_one_call_are_left_out(kind: str, skipped: dict[int, str]) -> None:
+    """The figures would be those of the last of their calls, or of another attention than the model's."""
+    network, ids = small_model(kind), torch.randint(3, 250, (1, 200))
+    model = Model(network, None, kind, torch.device("cpu"))
+    found = collect(model, ids, {"mean_pooling": PIPELINES["mean_pooling"]}, begin=lambda _: None)
+    assert (found.skipped, found.maps, found.presets[0].layers) == (skipped, {}, {})
 
 
 def test_what_a_text_is_called_cannot_end_the_script() -> None:

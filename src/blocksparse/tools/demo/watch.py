@@ -11,10 +11,20 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from blocksparse.layers.schedule import Schedule
+from blocksparse.execute.auto import AutoExecutor
+from blocksparse.layers.head_groups import AnyPipeline
+from blocksparse.layers.schedule import Schedule, base_model
+from blocksparse.observe.density_recorder import DensityRecorder
+from blocksparse.order.permutation import Identity
+from blocksparse.pipeline import Pipeline
+from blocksparse.score.scorer import NoScorer
+from blocksparse.select.top_k import Threshold
 
 QKV = tuple[Tensor, Tensor, Tensor]  # [1, Hq, N, D], [1, Hkv, N, D], [1, Hkv, N, Dv]
 OwnAttention = Callable[[Tensor, Tensor, Tensor], Any]
+# A selector that says beforehand that it keeps everything would be left out for dense attention.
+EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Threshold(-1.0), AutoExecutor(dense_below=0))
+"""Keeps every block, so what it loses is the noise of another kernel."""
 
 
 @final
@@ -105,3 +115,19 @@ def watch(
         # transformers registers class-wide but deletes per instance only.
         AttentionInterface._global_mapping.pop(name)
         AttentionMaskInterface._global_mapping.pop(name)
+
+
+@torch.inference_mode()
+def never_sparse(network: Any, ids: Tensor) -> dict[int, str]:
+    """The layers in which a pipeline does not attend to `ids` `[1, N]` just once, and why. It reads `ids` once."""
+    from blocksparse.hosts.transformers import attach
+
+    recorder = DensityRecorder()
+    with attach(network, EVERYTHING, min_tokens=1, min_queries=1, min_window=None, recorder=recorder):
+        base_model(network)(ids, use_cache=False)
+    calls = recorder.sparse_calls()
+    found = {layer: f"it attends {times} times" for layer, times in calls.items() if times > 1}
+    found |= {layer: f"it stays dense: {', '.join(why)}" for layer, why in recorder.dense_calls().items()}
+    if -1 in calls:
+        found[-1] = "its attention does not say in which layer it is"
+    return found

@@ -20,7 +20,7 @@ from blocksparse.layers.schedule import Schedule, base_model, logits_of
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.tools.bench import executor_of
 from blocksparse.tools.demo.model import Model
-from blocksparse.tools.demo.watch import QKV, OwnAttention, watch
+from blocksparse.tools.demo.watch import QKV, OwnAttention, never_sparse, watch
 
 _QUERIES = 4  # of each row of pixels
 
@@ -206,7 +206,7 @@ def collect(
     def see(layer: int, qkv: QKV, options: dict[str, Any], _: OwnAttention) -> None:
         nonlocal dense_seconds
         begin(f"looking at layer {layer}")
-        if (reason := _not_plain(qkv, options)) is not None:
+        if (reason := _not_plain(qkv, options) or others.get(layer)) is not None:
             skipped[layer] = reason
             return
         q, k, v, spec = checked(*qkv, {"scale": options.get("scaling")})
@@ -222,13 +222,15 @@ def collect(
         for preset in presets:
             preset.layers[layer] = figures[preset.name]
 
-    begin("reading with dense attention")
     network, ids = model.network, ids.to(model.device)
+    begin("looking for layers that can be sparse")
+    others = never_sparse(network, ids)
+    begin("reading with dense attention")
     with watch(network, on_qkv=see):
         dense = base_model(network)(ids, use_cache=False).last_hidden_state
-    for number, preset in enumerate(presets, 1):
+    for number, preset in enumerate(presets if findings else (), 1):
         begin(f"reading with {preset.name} ({number} of {len(presets)})")
-        schedule = Schedule(preset.pipeline, dense=sorted(skipped))
+        schedule = Schedule(preset.pipeline, dense=sorted(skipped.keys() - {-1}))
         with attach(network, schedule, min_tokens=1, min_queries=1, min_window=None):
             preset.kl = _kl(network, dense, base_model(network)(ids, use_cache=False).last_hidden_state)
     return Findings(presets, findings, dense_seconds, skipped)

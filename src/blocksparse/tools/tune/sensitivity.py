@@ -12,19 +12,14 @@ import torch
 from attrs import asdict, field, frozen
 from torch import Tensor, nn
 
-from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import Schedule, text_config
 from blocksparse.observe.density_recorder import DensityRecorder
-from blocksparse.order.permutation import Identity
-from blocksparse.pipeline import Pipeline
 from blocksparse.presets.named import Candidate, TuneError
-from blocksparse.score.scorer import NoScorer
-from blocksparse.select.top_k import Threshold
 from blocksparse.spec import AttentionSpec
 from blocksparse.tools.demo.model import sees_later_tokens, unlike_at_the_end
-from blocksparse.tools.demo.watch import QKV, OwnAttention, watch
+from blocksparse.tools.demo.watch import EVERYTHING, QKV, OwnAttention, watch
 from blocksparse.tools.tune.choice import DENSE, Evaluation, Unit, milliseconds
 from blocksparse.tools.tune.journal import Journal, Work
 from blocksparse.tools.tune.prompts import TunePrompt
@@ -191,10 +186,6 @@ def _found(predicted: Tensor, prompt: TunePrompt) -> int:
         at += stop - start
     return found
 
-
-# A selector that says beforehand that it keeps everything would be left out for dense attention.
-EVERYTHING: AnyPipeline = Pipeline(Identity(), NoScorer(128), Threshold(-1.0), AutoExecutor(dense_below=0))
-"""Keeps every block, so what it loses is the noise of another kernel."""
 
 EVALUATION = 0.1  # of a dense reading, about; only the estimate of the time left rests on it
 

@@ -18,10 +18,11 @@ from blocksparse.layers.schedule import LayerPipeline, Schedule
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.presets.named import Candidate, TuneError
 from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Plan, Try
+from blocksparse.tools.demo.watch import EVERYTHING
 from blocksparse.tools.tune.choice import DENSE, Costs, Option, Unit
 from blocksparse.tools.tune.journal import Journal, Report, Work
 from blocksparse.tools.tune.prompts import LONG, TunePrompt, by_length, hash_of
-from blocksparse.tools.tune.sensitivity import EVERYTHING, Bench, Loss
+from blocksparse.tools.tune.sensitivity import Bench, Loss
 
 _LOST = 0.02  # of the answers that dense attention finds; one may always be lost
 _MORE_ROUNDS = 8  # before a plan is dense because none fitted
