@@ -301,8 +301,8 @@ def test_json_has_the_figures_and_no_maps(folder: Path, capsys: pytest.CaptureFi
     assert "maps" not in written
     assert progress.splitlines()[:3] == [
         "getting the model ready",
+        "looking for layers that can be sparse",
         "reading with dense attention",
-        "looking at layer 0",
     ]
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from blocksparse.check.validators import UserError
-from blocksparse.tools.cli.options import Commands, add_command, add_json, add_presets, extra
+from blocksparse.tools.cli.options import Commands, add_command, add_json, add_presets, extra, only_errors
 from blocksparse.tools.demo import TEXT, read_text
 
 _EXAMPLES = """\
@@ -91,7 +91,8 @@ def _run(parsed: argparse.Namespace) -> int:
             f"'TEXT' must have at least {_LEAST} tokens, or there is nothing to skip: {len(ids)}. "
             "Give a longer text."
         )
-    findings = collect(model, torch.tensor([ids]), pipelines, begin=_say)
+    with only_errors():  # the report says which layers are dense
+        findings = collect(model, torch.tensor([ids]), pipelines, begin=_say)
     if not findings.maps:
         why = next(iter(findings.skipped.values()), "it has no attention that could be watched")
         raise UserError(f"no layer of {model.name} can be inspected: {why}")
