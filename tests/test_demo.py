@@ -34,10 +34,11 @@ from blocksparse.presets.named import Candidate, written
 from blocksparse.testing import every_preset
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT
-from blocksparse.tools.demo.measure import MethodResult, build, perplexity
-from blocksparse.tools.demo.model import dtype_for
+from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure, perplexity
+from blocksparse.tools.demo.model import dtype_for, load
 from blocksparse.tools.demo.picture import Panel, draw, pooled_attention
-from blocksparse.tools.demo.run import legend, table, write_json
+from blocksparse.tools.demo.run import DemoSettings, _picture, legend, table, write_json
+from blocksparse.tools.demo.watch import watch
 from tests.real_model import NAME, converted, needs_real_model
 from tests.tiny_model import save_tiny
 
@@ -96,6 +97,13 @@ def test_perplexity_counts_the_text_only(tiny: Path) -> None:
     assert perplexity(network, network.model(ids).last_hidden_state, ids, counted) == pytest.approx(
         float(loss.exp()), rel=1e-5
     )
+
+
+def test_presets_select_in_prompts_of_any_length(tiny: Path) -> None:
+    ids = torch.randint(256, (1, 50), generator=torch.Generator().manual_seed(0))
+    model = load(tiny, device=torch.device("cpu"))
+    prompt, pipeline = Prompt(ids, torch.ones(50).bool(), "", "", "1", 0), mean_pooling(0.1, block=16)
+    assert measure(model, prompt, "mean_pooling", pipeline).density < 0.9
 
 
 def rows() -> list[MethodResult]:
@@ -317,6 +325,28 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
     some, everything = (row["density"] for row in written[2:])
     assert some < everything
     assert (tmp_path / "attention-map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_shows_what_the_layer_asks_for(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own scale, window and softcap, as in Gemma 2, against the weights of the model's eager attention."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma2Config(
+        **sizes, vocab_size=256, num_key_value_heads=2, head_dim=16, sliding_window=64, query_pre_attn_scalar=4,
+        attn_logit_softcapping=2.0, attn_implementation="eager", initializer_range=0.5,
+    )  # fmt: skip
+    network, ids = Gemma2ForCausalLM(config).eval(), torch.randint(3, 250, (1, 200))
+    layer, head = 0, 3  # with a window
+    panels: list[Panel] = []
+    monkeypatch.setattr("blocksparse.tools.demo.run.draw", lambda these, *_, **__: panels.extend(these))
+    with watch(network, keep_layer=layer) as sight:
+        network(ids)
+    row = MethodResult("dense", 1, 1, 1, 1, "", True, "", 1, "", sight.kept, sight.asked)
+    _picture(row, DemoSettings(tmp_path, TEXT, None, 200, 0.5, 0, {}, layer, head), layer, head)
+    weights = network(ids, output_attentions=True).attentions[layer][0, head]
+    torch.testing.assert_close(panels[0].attention, weights, rtol=1e-3, atol=1e-5)
+    assert not weights[100, :36].any()
 
 
 @pytest.mark.slow

@@ -55,6 +55,21 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
 
 
+@final
+class Given(argparse.Action):
+    """Stores a value, and in `given` that its option was given, also if the value is the default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = {*namespace.given, self.dest}
+
+
 @contextmanager
 def only_errors() -> Iterator[None]:
     """Context without the library's warnings: the command's report includes them."""

@@ -12,7 +12,7 @@ from typing import Any
 from blocksparse.check.validators import UserError, shown
 from blocksparse.presets.named import TuneError
 from blocksparse.presets.plan import Plan
-from blocksparse.tools.cli.options import Commands, add_command, extra, only_errors
+from blocksparse.tools.cli.options import Commands, Given, add_command, extra, only_errors
 from blocksparse.tools.demo import TEXT, read_text
 from blocksparse.tools.demo.model import Model
 from blocksparse.tools.tune.journal import Report
@@ -27,7 +27,6 @@ _OF_KL: dict[str, Any] = {
     "batch": 1,
     "text_kl": Budget().text_kl,
     "answer_kl": Budget().answer_kl,
-    "positions": POSITIONS,
     "head_groups": 1,
 }
 _OF_SPARGE: dict[str, Any] = {"l1": ErrorBounds().l1, "l2": ErrorBounds().l2}
@@ -54,6 +53,7 @@ def add_to(commands: Commands) -> None:
         "other prompts. A run that was interrupted continues when the same command runs again.",
         examples=_EXAMPLES,
     )
+    parser.register("action", None, Given)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of a causal language model of transformers"
     )
@@ -92,7 +92,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--l1", type=float, help="with --strategy sparge: error bound for tau and theta")
     parser.add_argument("--l2", type=float, help="with --strategy sparge: error bound with lambda")
     parser.add_argument("--device", help="device to run on; default: a GPU if there is one")
-    parser.set_defaults(**_OF_TEXT, **_OF_KL, **_OF_SPARGE)
+    parser.set_defaults(positions=POSITIONS, given=frozenset(), **_OF_TEXT, **_OF_KL, **_OF_SPARGE)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -111,17 +111,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse, before anything takes time, what could not be obeyed."""
-    for name, default in (_OF_KL if arguments.strategy == "sparge" else _OF_SPARGE).items():
-        if (given := getattr(arguments, name)) != default:
+    for name in _OF_KL if arguments.strategy == "sparge" else _OF_SPARGE:
+        if name in arguments.given:
             raise TuneError(
-                f"'--{name.replace('_', '-')}' does not apply to '--strategy {arguments.strategy}': {given}. "
-                "Leave one of the two out."
+                f"'--{name.replace('_', '-')}' does not apply to '--strategy {arguments.strategy}': "
+                f"{getattr(arguments, name)}. Leave one of the two out."
             )
-    for name, default in _OF_TEXT.items() if arguments.prompts is not None else ():
-        if (given := getattr(arguments, name)) != default:
+    for name in _OF_TEXT if arguments.prompts is not None else ():
+        if name in arguments.given:
             raise TuneError(
-                f"'--{name}' does not apply to '--prompts', of which every second one verifies: {shown(given)}. "
-                "Leave one of the two out."
+                f"'--{name}' does not apply to '--prompts', of which every second one verifies: "
+                f"{shown(getattr(arguments, name))}. Leave one of the two out."
             )
     if arguments.out.is_dir():
         raise TuneError(f"'--out' must be a file, the plan: {arguments.out} is a folder. Add a file name.")
@@ -148,6 +148,7 @@ def _tune(arguments: argparse.Namespace) -> int:
                 held,
                 journal=journal,
                 bounds=ErrorBounds(arguments.l1, arguments.l2),
+                positions=arguments.positions,
                 report=report,
             )
         else:

@@ -18,6 +18,7 @@ from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import base_model, logits_of
+from blocksparse.spec import AttentionOptions
 from blocksparse.tools.bench import executor_of
 from blocksparse.tools.demo.model import Model
 from blocksparse.tools.demo.watch import QKV, watch
@@ -106,6 +107,7 @@ class MethodResult:
     compile_s: float  # the first call of the pipeline, before the clock starts
     pipeline: str  # as Python, to paste
     qkv: QKV | None = field(default=None, eq=False, repr=False)
+    asked: AttentionOptions = field(factory=AttentionOptions, eq=False, repr=False)  # in the call of `qkv`
 
 
 @torch.inference_mode()
@@ -124,7 +126,7 @@ def measure(
     Args:
         warm_up: one layer's q, k, v of this prompt, for the pipeline to compile on. Dense attention, or a
             pipeline without them, reads the start of the prompt first.
-        keep_layer: the layer whose q, k, v the row keeps.
+        keep_layer: the layer whose q, k, v and options the row keeps.
         on_layer: called after each layer's attention.
     """
     network, ids, recorder = model.network, prompt.ids.to(model.device), DensityRecorder()
@@ -144,7 +146,8 @@ def measure(
     compile_s = time.perf_counter() - begin
 
     # The prompt is longer than attach's own limit for dense attention, or the user wants it sparse all the same.
-    sparse = nullcontext() if pipeline is None else attach(network, pipeline, min_tokens=1, recorder=recorder)
+    everywhere: dict[str, Any] = {"min_tokens": 1, "min_queries": 1, "recorder": recorder}
+    sparse = nullcontext() if pipeline is None else attach(network, pipeline, **everywhere)
     with sparse, watch(network, keep_layer=keep_layer, on_call=on_layer) as sight:
         begin = time.perf_counter()
         read = base_model(network)(ids, use_cache=True)
@@ -165,6 +168,7 @@ def measure(
         compile_s,
         repr(pipeline),
         sight.kept,
+        sight.asked,
     )
 
 

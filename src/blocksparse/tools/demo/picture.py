@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from blocksparse.execute.reference import ReferenceExecutor
 from blocksparse.order.permutation import GlobalPermutation
 from blocksparse.pipeline import Pipeline
+from blocksparse.spec import AttentionOptions
 from blocksparse.values import Trace
 
 _PIXELS = 480
@@ -36,13 +37,26 @@ class Panel:
     covered_mass: float
 
     @classmethod
-    def of(cls, name: str, pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor, *, head: int) -> Panel:
-        """Map of `pipeline` in query head `head` of `q` `[1, Hq, N, D]`, `k`, `v` `[1, Hkv, N, D]`."""
+    def of(
+        cls,
+        name: str,
+        pipeline: AnyPipeline,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        head: int,
+        **options: Unpack[AttentionOptions],
+    ) -> Panel:
+        """Map of `pipeline` in query head `head` of `q` `[1, Hq, N, D]`, `k`, `v` `[1, Hkv, N, D]`.
+
+        Sinks, which are no keys, are not among the `options` of the call.
+        """
         group = q.shape[1] // k.shape[1]
         kv, inside = divmod(head, group)
         q, k, v = q[:, kv * group : (kv + 1) * group], k[:, kv : kv + 1], v[:, kv : kv + 1]
         # Only the choice is looked at, and the reference needs no compiler.
-        trace = evolve(pipeline, executor=ReferenceExecutor()).trace(q, k, v)
+        trace = evolve(pipeline, executor=ReferenceExecutor()).trace(q, k, v, **options)
         return cls(
             name,
             pooled_attention(trace, inside, pixels=_PIXELS),
@@ -82,9 +96,10 @@ def pooled_attention(trace: Trace[GlobalPermutation, Any, Any], head: int, *, pi
     tokens = torch.diff(edges, append=torch.tensor([N]))
     map_rows = []
     for start in edges.tolist():
-        logits = q[start : start + tile] @ k.T * trace.spec.scale  # [tile, N]
+        logits = trace.spec.capped(q[start : start + tile] @ k.T * trace.spec.scale)  # [tile, N]
         position = torch.arange(start, min(start + tile, N), device=q.device)
-        logits = logits.masked_fill(torch.arange(N, device=q.device) > position[:, None], float("-inf"))
+        seen = trace.mask.grid.is_visible(position[:, None], torch.arange(N, device=q.device))
+        logits = logits.masked_fill(~seen, float("-inf"))
         weight = logits.softmax(-1).mean(0)[order]  # [N]
         summed = weight.new_zeros(len(edges)).index_add_(0, torch.arange(N, device=q.device) // tile, weight)
         map_rows.append(summed.cpu() / tokens)

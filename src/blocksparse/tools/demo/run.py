@@ -82,7 +82,7 @@ def legend(rows: list[MethodResult]) -> str:
 
 def write_json(rows: list[MethodResult], path: Path, **about: Any) -> None:
     """Write what was run (`about`) and every row."""
-    kept = filters.exclude("qkv")
+    kept = filters.exclude("qkv", "asked")
     path.write_text(json.dumps({**about, "rows": [asdict(row, filter=kept) for row in rows]}, indent=2) + "\n")
 
 
@@ -211,7 +211,9 @@ def _picture(dense: MethodResult, settings: DemoSettings, layer: int, head: int)
         "mean_pooling: keys in the order of the text": mean_pooling(),
         "pbs_attn: keys sorted inside segments": pbs_attn(),
     }
-    panels = [Panel.of(title, pipeline, *dense.qkv, head=head) for title, pipeline in pipelines.items()]
+    panels = [
+        Panel.of(title, pipeline, *dense.qkv, head=head, **dense.asked) for title, pipeline in pipelines.items()
+    ]
     title = f"Where layer {layer}, head {head} looks, and which blocks are kept"
     draw(panels, settings.out / "attention-map.png", title=title)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from attrs import define, field
@@ -19,6 +19,7 @@ from blocksparse.order.permutation import Identity
 from blocksparse.pipeline import Pipeline
 from blocksparse.score.scorer import NoScorer
 from blocksparse.select.top_k import Threshold
+from blocksparse.spec import AttentionOptions
 
 QKV = tuple[Tensor, Tensor, Tensor]  # [1, Hq, N, D], [1, Hkv, N, D], [1, Hkv, N, Dv]
 OwnAttention = Callable[[Tensor, Tensor, Tensor], Any]
@@ -33,6 +34,7 @@ class Sight:
     """Measurements of `watch`."""
 
     kept: QKV | None = None
+    asked: AttentionOptions = field(factory=AttentionOptions)  # of the call with `kept`, but for its sinks
     _seconds: float = field(default=0.0, init=False)
     _spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(factory=list, init=False)
 
@@ -96,6 +98,8 @@ def watch(
         layer = layer_of(module)
         if layer == keep_layer:
             sight.kept = q.detach(), k.detach(), v.detach()
+            names = {"scale": "scaling", "window": "sliding_window", "softcap": "softcap"}
+            sight.asked = cast(AttentionOptions, {name: options.get(its) for name, its in names.items()})
         if on_qkv is not None:
             on_qkv(layer, (q, k, v), options, own)
         with sight.timed(q.device):

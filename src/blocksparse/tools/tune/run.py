@@ -214,6 +214,7 @@ def sparge_search(
         lambdas: of each, `pv_skip` of `TritonExecutor`. If None, a grid on a GPU, and none elsewhere, since only
             that executor leaves products with values out.
     """
+    size.check(positions=positions)
     skips = (LAMBDAS if network.device.type == "cuda" else ()) if lambdas is None else tuple(sorted(lambdas)[::-1])
     session = Session.begin(
         network,
