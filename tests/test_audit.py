@@ -162,6 +162,14 @@ def test_one_call_of_every_is_audited_in_each_layer(every: int) -> None:
     assert [(x.layer, x.calls, x.audited) for x in audit.layers()] == [(0, 8, 8 // every), (3, 8, 8 // every)]
 
 
+def test_calls_that_a_pipeline_attends_densely_count_and_are_not_audited() -> None:
+    """Here every block is kept, so that there is nothing to compare."""
+    audit = Audit(16, every=1)
+    called(audit, bs.mean_pooling(1.0), layer=0, times=3)
+    (found,) = audit.layers()
+    assert (found.calls, found.audited, found.error) == (3, 0, None)
+
+
 def test_audited_calls_are_drawn_at_random() -> None:
     """Or, of prompts in 4 chunks each, always the same chunk would be audited."""
     places = set()

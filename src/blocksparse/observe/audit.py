@@ -87,7 +87,7 @@ class LayerAudit:
     """Results of an audit for one layer. The estimates are over its last audited calls."""
 
     layer: int
-    calls: int  # sparse calls so far
+    calls: int  # so far, but for those after a fallback; some may have been little work, which is dense
     audited: int  # of these, how many were audited
     crossed: int  # of these, in how many a bound was crossed
     dense: bool  # whether the layer fell back to dense attention
@@ -126,8 +126,8 @@ def families(layers: Sequence[LayerAudit]) -> list[Any]:
     except ModuleNotFoundError:
         raise UserError("prometheus_client is not installed: pip install prometheus_client") from None
     names = {
-        "calls": "Sparse attention calls.",
-        "audited": "Sparse attention calls that were audited.",
+        "calls": "Attention calls of a pipeline, also those that it attended densely as they were little work.",
+        "audited": "Of these, calls that were sparse and audited.",
         "crossed": "Audited calls in which a bound was crossed.",
     }
     found: list[Any] = []

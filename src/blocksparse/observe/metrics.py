@@ -79,7 +79,7 @@ class AuditGauges:
         self._densities: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}  # on their way to the host
 
     def wants(self, layer: int) -> bool:
-        """Count a sparse call of `layer`; whether it is to be audited."""
+        """Count a call of `layer`; whether it is to be audited."""
         return self.audit.begins(layer, may_audit=True)[1]
 
     def saw(self, layer: int, trace: LayerTrace) -> None:
