@@ -39,6 +39,7 @@ from blocksparse.tools.demo.model import dtype_for, load
 from blocksparse.tools.demo.picture import Panel, draw, pooled_attention
 from blocksparse.tools.demo.run import DemoSettings, _picture, legend, table, write_json
 from blocksparse.tools.demo.watch import watch
+from tests.hosts.small_models import small_model
 from tests.real_model import NAME, converted, needs_real_model
 from tests.tiny_model import save_tiny
 
@@ -347,6 +348,21 @@ def test_the_picture_shows_what_the_layer_asks_for(
     weights = network(ids, output_attentions=True).attentions[layer][0, head]
     torch.testing.assert_close(panels[0].attention, weights, rtol=1e-3, atol=1e-5)
     assert not weights[100, :36].any()
+
+
+@pytest.mark.parametrize("text", ["eager", "sdpa"])
+def test_a_watched_model_keeps_the_attention_of_each_part(text: str) -> None:
+    """Of the text and of pictures, and every layer is seen, whichever the names are."""
+    network, ids = small_model("gemma3"), torch.randint(3, 250, (1, 60))
+    wish = {"": "sdpa", "text_config": text, "vision_config": "eager"}
+    network.set_attn_implementation(wish)
+    own, seen = network(ids).logits, set[int]()
+    with watch(network, on_qkv=lambda layer, *_: seen.add(layer)):
+        torch.testing.assert_close(network(ids).logits, own)
+    assert seen == {0, 1}
+    config = network.config
+    parts = {"": config, "text_config": config.text_config, "vision_config": config.vision_config}
+    assert {name: part._attn_implementation for name, part in parts.items()} == wish
 
 
 @pytest.mark.slow

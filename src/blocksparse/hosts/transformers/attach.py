@@ -228,7 +228,7 @@ def attach(
     flag.check(continuous_batching=continuous_batching)
     size.check(min_tokens=min_tokens, min_queries=min_queries)
     optional(size).check(min_window=min_window)
-    outcomes, configs = Outcomes(type(model).__name__, recorder), _configs(model)
+    outcomes, configs = Outcomes(type(model).__name__, recorder), configs_of(model)
     layers = {
         layer: LayerAttention(
             attention if attention is None or audit is None else AuditedAttention(attention, layer, audit),
@@ -310,7 +310,7 @@ def _refuse_own_functions(configs: Iterable[Any], model: PreTrainedModel) -> Non
             )
 
 
-def _configs(model: PreTrainedModel) -> list[Any]:
+def configs_of(model: PreTrainedModel) -> list[Any]:
     """The configs of all attention that asks for its function, and of models around it, which make its masks."""
     asking = [module for module in model.modules() if asks_for_its_function(type(module))]
     if not asking:

@@ -79,17 +79,18 @@ def watch(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from blocksparse.hosts.transformers import attach
+    from blocksparse.hosts.transformers.attach import configs_of
     from blocksparse.hosts.transformers.call import layer_of
 
-    if network.config._attn_implementation == "eager":  # each model has its own such function, under no name
-        from blocksparse.hosts.transformers import attach
-
+    before = [(config, config._attn_implementation) for config in configs_of(network)]
+    used, *others = {str(name) for _, name in before}
+    if others or used == "eager":  # each model has its own such function, under no name
         dense = attach(network, Schedule(None))
         with dense, watch(network, keep_layer=keep_layer, on_call=on_call, on_qkv=on_qkv) as sight:
             yield sight
         return
-    before, sight = network.config._attn_implementation, Sight()
-    attention, mask = AttentionInterface()[before], AttentionMaskInterface()[before]
+    sight, attention, mask = Sight(), AttentionInterface()[used], AttentionMaskInterface()[used]
 
     def watched(module: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
         def own(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -108,14 +109,16 @@ def watch(
             on_call()
         return output
 
-    name = f"{before}-watched"
+    name = f"{used}-watched"
     AttentionInterface.register(name, watched)
     AttentionMaskInterface.register(name, mask)
-    network.set_attn_implementation(name)
     try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
         yield sight
     finally:
-        network.set_attn_implementation(before)
+        for config, own in before:
+            config._attn_implementation_internal = own
         # transformers registers class-wide but deletes per instance only.
         AttentionInterface._global_mapping.pop(name)
         AttentionMaskInterface._global_mapping.pop(name)
