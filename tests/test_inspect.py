@@ -32,7 +32,7 @@ from blocksparse.tools.inspection.collect import Figures, Findings, Maps, Preset
 from blocksparse.tools.inspection.page import numbers, page
 from tests.hosts.small_models import small_model
 from tests.specs import asked, grid_of
-from tests.tiny_model import byte_tokenizer, save_tiny
+from tests.tiny_model import byte_tokenizer, save_tiny, tiny_llama
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PIPELINES: Mapping[str, AnyPipeline] = {
@@ -230,6 +230,16 @@ def test_layers_that_are_left_out_stay_dense(folder: Path, monkeypatch: pytest.M
     kl = float((right.exp() * (right - other)).sum(-1).mean())
     assert kl > 0
     assert found.presets[0].kl == pytest.approx(kl, rel=1e-3)
+
+
+def test_a_preset_that_keeps_everything_changes_no_prediction() -> None:
+    """Rounding would make some of these KL divergences negative."""
+    every = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.999999), bs.AutoExecutor(dense_below=0))
+    for seed in range(3):
+        network, ids = tiny_llama(seed), torch.arange(200)[None]
+        model = Model(network.requires_grad_(False), None, "tiny", torch.device("cpu"))
+        found = collect(model, ids, {"every": every}, begin=lambda _: None)
+        assert 0 <= found.presets[0].kl < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Figure:
 def medians(
     calls: Mapping[str, Callable[[], object]], *, device: torch.device, budget_ms: float
 ) -> dict[str, Figure]:
-    """Milliseconds of each call: three rounds, in each as many repeats as its third of the budget has room for.
+    """Milliseconds of each call: three rounds, each with up to 100 repeats, as a third of the budget has room for.
 
     Every round has a different order, or one call would always run after the same other call.
     """
@@ -175,7 +175,7 @@ def run(
     A method that cannot run has a row that says why.
 
     Args:
-        seconds: what the timed calls of one method at one length may take. Three calls are made at least.
+        seconds: what the timed calls of one method at one length may take. From 3 to 300 calls are made.
         on_length: called before each length.
     """
     rows: list[Row] = []

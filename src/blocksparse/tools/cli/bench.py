@@ -54,7 +54,7 @@ def add_to(commands: Commands) -> None:
         type=_seconds,
         default=0.5,
         metavar="S",
-        help="seconds for the timed calls of a row, at least three calls",
+        help="seconds for the timed calls of a row, from 3 to 300 calls",
     )
     parser.add_argument("--seed", type=_seed, default=0, help="seed of the random inputs")
     add_json(parser)
