@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("scipy")
 pytest.importorskip("cattrs")
 
 import transformers
+from tokenizers import normalizers
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from blocksparse import Schedule
@@ -447,6 +449,11 @@ def test_prompts_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
             prompts_from_file(tokenizer, path)
     with pytest.raises(TuneError, match="must be a readable UTF-8 file"):
         prompts_from_file(tokenizer, tmp_path / "none")
+    strips = copy.deepcopy(tokenizer)
+    strips.backend_tokenizer.normalizer = normalizers.Strip()
+    path.write_text('{"prompt": "a b", "answer": " "}')
+    with pytest.raises(TuneError, match="line 1, must have an answer of at least 1 token"):
+        prompts_from_file(strips, path)
 
 
 # ---- the command

@@ -176,6 +176,10 @@ def prompts_from_file(tokenizer: Any, path: Path) -> list[TunePrompt]:
             )
         ids = tokenizer.encode(found["prompt"])
         answer = tokenizer.encode(found["answer"], add_special_tokens=False) if "answer" in found else []
+        if "answer" in found and not answer:
+            raise TuneError(
+                f"{path}, line {number}, must have an answer of at least 1 token: {shown(line)}. Leave it out."
+            )
         spans = ((len(ids), len(ids) + len(answer)),) if answer else ()
         if len(ids) < 2:
             raise TuneError(
