@@ -51,6 +51,11 @@ def windowed(scheme: Callable[..., Scheme]) -> Callable[[DeviceMesh], Callable[.
     return lambda mesh: partial(scheme(POOLED, mesh, "ranks"), window=40)
 
 
+def packed_over(kind: type[Scheme], method: str) -> Callable[[DeviceMesh], Callable[..., object]]:
+    sequences = bs.Sequences.packed([60, 68])
+    return lambda mesh: partial(getattr(kind(POOLED, mesh, "ranks"), method), sequences=sequences)
+
+
 def gather(pipeline: AnyPipeline, **sizes: Any) -> Callable[..., object]:
     return call_of(lambda mesh: AllGatherKV(pipeline, mesh, "ranks"), **sizes)
 
@@ -272,6 +277,21 @@ REFUSED: dict[str, Case] = {
             call_of(windowed(scheme)),
         )
         for scheme in (Ulysses, AllGatherKV, Ring)
+    },
+    "with a window in a graph": refused(
+        ValueError,
+        "no scheme supports windows",
+        call_of(lambda mesh: torch.compile(windowed(Ring)(mesh), backend="eager")),
+    ),
+    **{
+        f"packed, {name} of {kind.__name__}": refused(
+            TypeError,
+            r"'sequences' are for a plain call of a Ulysses, .* or call once for each prompt\.",
+            call_of(packed_over(kind, name)),
+        )
+        for kind, name in (
+            (AllGatherKV, "__call__"), (Ring, "with_lse"), (Ulysses, "with_lse"), (Ulysses, "measured")
+        )
     },
     "ring of a chunk inside a block": refused(
         ValueError,

@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Unpack, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -218,33 +218,40 @@ def checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    options: AttentionOptions,
     *,
     ranks: Ranks,
     sequences: Sequences | None = None,
-    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """The inputs of this rank in the form that stages take.
 
     If they are refused, the other ranks are told, so that none of them waits for this one.
     """
-    try:
+    with _telling(ranks):
+        if "sequences" in options:
+            raise TypeError(
+                "'sequences' are for a plain call of a Ulysses, which has whole prompts of some heads. Call that, "
+                "or call once for each prompt."
+            )
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
         q, k, v, scale = check_inputs(q, k, v, causal=False, scale=options.get("scale"), sequences=sequences)
         spec = AttentionSpec.of(q.shape[1], scale, options)
-        if spec.window is not None:
-            raise ValueError(
-                f"the call has a sliding window of {spec.window} tokens, and no scheme supports windows. Spread "
-                "heads instead (tensor parallel), or call without."
-            )
         if q.device != ranks.device:
             raise ValueError(
                 f"q, k and v are on {q.device}, and this rank sends from {ranks.device}. Move them with .to(), or "
                 "make that the current device first."
             )
+    return q, k, v, spec
+
+
+@contextmanager
+def _telling(ranks: Ranks) -> Iterator[None]:
+    """A context in which the other ranks are told of what this rank refuses."""
+    try:
+        yield
     except Exception:
         ranks.told([0] * (len(_SAME) + 3))
         raise
-    return q, k, v, spec
 
 
 def lengths(
@@ -253,6 +260,12 @@ def lengths(
     """How many queries and how many keys each rank has."""
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
     spec = call.spec
+    with _telling(ranks):
+        if spec.window is not None:  # also of a call in a graph
+            raise ValueError(
+                f"the call has a sliding window of {spec.window} tokens, and no scheme supports windows. Spread "
+                "heads instead (tensor parallel), or call without."
+            )
     bits = struct.unpack("<q", struct.pack("<d", spec.scale))[0]
     same = (
         B, Hq, Hkv, D, v.shape[3], DTYPES.index(q.dtype), int(spec.causal), bits, int(call.with_lse),

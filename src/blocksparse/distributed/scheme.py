@@ -65,7 +65,7 @@ class Scheme(ABC):
         if is_transformed():
             q, k, v, scale = check_inputs(q, k, v, causal=False, scale=options.get("scale"))
             return call_op(self._call, q, k, v, scale, options)
-        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **options)
+        q, k, v, spec = checked(q, k, v, options, ranks=self._ranks)
         return self._call(q, k, v, spec)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> AttentionOutput:
@@ -73,7 +73,7 @@ class Scheme(ABC):
 
         The stages always run, as in `Pipeline.with_lse`; `visited` is None.
         """
-        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **options)
+        q, k, v, spec = checked(q, k, v, options, ranks=self._ranks)
         with without_autocast(q):
             return self.run(q, k, v, ShardedCall(spec, True, q.shape[1], k.shape[1]))
 

@@ -94,7 +94,7 @@ class Ulysses(Scheme):
             raise ValueError(
                 "torch.compile takes no 'sequences' over ranks. Call without, or leave the call out of it."
             )
-        q, k, v, spec = checked(q, k, v, ranks=self._ranks, sequences=sequences, **options)
+        q, k, v, spec = checked(q, k, v, options, ranks=self._ranks, sequences=sequences)
         with without_autocast(q):
             return self.run(q, k, v, ShardedCall(spec, False, q.shape[1], k.shape[1], sequences=sequences)).out
 
@@ -107,7 +107,7 @@ class Ulysses(Scheme):
         Raises:
             ValueError: `attention` is another scheme, of which a rank sees some rows only.
         """
-        q, k, v, spec = checked(q, k, v, ranks=self._ranks, **options)
+        q, k, v, spec = checked(q, k, v, options, ranks=self._ranks)
         if isinstance(self.attention, Scheme):
             raise ValueError("densities are measured for whole sequences. Give a Ulysses around a pipeline.")
         density = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
