@@ -201,8 +201,10 @@ def test_same_scores_same_mask_on_every_device(scorer: bs.Scorer[Any, Any], devi
     for q, k in (some[:2], map(torch.ones_like, some[:2])):  # and where all is equal
         here = scorer(q, k, bs.GlobalPermutation(), spec)
         there = scorer(q.to(device), k.to(device), bs.GlobalPermutation(), spec)
-        tensors = attrs.asdict(here, recurse=False, filter=lambda _, value: isinstance(value, Tensor))
-        moved = attrs.evolve(there, **{name: value.to(device) for name, value in tensors.items()})
+        given = {each.alias: getattr(here, each.name) for each in attrs.fields(type(here))}
+        given = {name: value() if callable(value) else value for name, value in given.items()}  # what comes later
+        tensors = {name: value.to(device) for name, value in given.items() if isinstance(value, Tensor)}
+        moved = attrs.evolve(there, **tensors)
         for selector in stages.selectors_for(scorer):
             assert torch.equal(selector(here).keep, selector(moved).keep.cpu())
 
