@@ -288,22 +288,33 @@ def test_both_halves_of_guidance_keep_theirs() -> None:
 
 
 def test_layers_share_what_one_chose() -> None:
-    """Each with sinks of its own; the steps in which it is chosen are the same for all."""
+    """Each with a scale, a softcap and sinks of its own; the steps in which it is chosen are the same for all."""
     cache = MaskCache(2)
     inputs = [make_qkv(N=100, D=16, seed=seed) for seed in range(3)]
+    asked: list[dict[str, Any]] = [{}, {"scale": -0.5, "sinks": 1.0}, {"softcap": 2.0, "sinks": 2.0}]
     for step in range(3):
         cache.begin(step)
         kept = [
-            traced(cache, layer, PIPELINE, *qkv, chooser=0, sinks=float(layer)) for layer, qkv in enumerate(inputs)
+            traced(cache, layer, PIPELINE, *qkv, chooser=0, **asked[layer]) for layer, qkv in enumerate(inputs)
         ]
         assert [each.age for each in kept] == 3 * [step % 2]
         assert all(each.mask is kept[0].mask for each in kept)
         choice = PIPELINE.choose(*inputs[0][:2])
         for layer, (each, (q, k, v)) in enumerate(zip(kept, inputs, strict=True)):
-            own = evolve(choice, spec=evolve(choice.spec, sinks=float(layer)))
+            own = evolve(choice, spec=evolve(choice.spec, **asked[layer]))
             assert torch.equal(each.output.out, PIPELINE.attend(q, k, v, own).out)
     cache.forget(0, 0)
     assert [traced(cache, i, PIPELINE, *qkv, chooser=0).age for i, qkv in enumerate(inputs)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("other", [{"Hq": 8}, {"Hkv": 4}, {"D": 32}, {"window": 30}], ids=str)
+def test_layers_that_cannot_share_a_choice_are_refused(other: dict[str, Any]) -> None:
+    cache, sizes = MaskCache(1), {"D": 16, "window": 200, **other}
+    traced(cache, 0, PIPELINE, *make_qkv(N=100, D=16), chooser=0)
+    window = sizes.pop("window")
+    message = r"are \(4, 2, 16, None\) in layer 0 and \(\d+, \d, \d+, \w+\) in layer 1\. Group them apart"
+    with pytest.raises(ValueError, match=message):
+        traced(cache, 1, PIPELINE, *make_qkv(N=100, **sizes), chooser=0, window=window)
 
 
 def test_scales_and_pipelines_have_choices_of_their_own() -> None:

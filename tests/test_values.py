@@ -15,6 +15,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import blocksparse as bs
 from blocksparse.testing import every_preset, make_qkv
@@ -186,6 +187,12 @@ def test_forward_mode_gradients(executor: bs.Executor[Any, Any], device: str) ->
     for call, x in calls:
         with pytest.raises(ValueError, match=r"no forward-mode gradients\. Detach q, k and v"):
             torch.func.jvp(call, (x,), (x,))
+    numbers = torch.zeros(4, device=device)
+    for attend in (pipeline, groups):
+        with pytest.raises(TypeError, match=r"'sinks' must be .* that has a tangent \(detach it\)"):
+            torch.func.jvp(lambda sinks, attend=attend: attend(q, k, v, sinks=sinks), (numbers,), (numbers,))
+    with forward_ad.dual_level(), pytest.raises(TypeError, match="has a tangent"):
+        pipeline(q, k, v, sinks=forward_ad.make_dual(numbers, numbers))
     detached: Any = torch.func.jvp(lambda x: pipeline(q, x.detach(), v), (k,), (k,))
     assert torch.equal(detached[0], want)
 

@@ -93,7 +93,7 @@ class Grid(BlockGrid):
             q_position=q_position,
             k_position=k_position,
             group_of_row=group_of_row,
-            window=_hiding(spec.window, N),
+            window=hiding(spec.window, N),
             remaining=spec.remaining,
             **_for_rows(bounds, group_of_row),
         )
@@ -123,7 +123,7 @@ class Grid(BlockGrid):
                 f"these scores, or this mask, were made with causal={self.causal}, and the call has "
                 f"causal={spec.causal}. Pass the spec of the call."
             )
-        if (hides := _hiding(spec.window, N)) != self.window:
+        if (hides := hiding(spec.window, N)) != self.window:
             raise ValueError(
                 f"these scores, or this mask, were made with window={self.window}, and the call has "
                 f"window={hides}. Pass the spec of the call, Grid.of(q, k, permutation, spec, ...)."
@@ -220,6 +220,6 @@ def _for_rows(bounds: Bounds, group_of_row: Tensor | None) -> dict[str, Any]:
     return {"q_first": q_first, "q_last": q_last, "k_first": k_first, "k_last": k_last, "k_whole": k_whole}
 
 
-def _hiding(window: int | None, k_len: int) -> int | None:
+def hiding(window: int | None, k_len: int) -> int | None:
     """The window as far as it hides any of `k_len` keys from any query: None where it hides none."""
     return window if window is not None and window < k_len else None

@@ -8,11 +8,10 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from blocksparse.batch.sequences import Sequences
 from blocksparse.launch.torch_modes import AUTOCAST_TAKES, DTYPES, refuse_tracing
-from blocksparse.launch.torch_private import under_forward_mode
+from blocksparse.launch.torch_private import has_tangent
 from blocksparse.spec import AttentionOptions, AttentionSpec, checked_scale
 
 MAX_HEAD_DIM = 256
@@ -182,7 +181,7 @@ def differentiates(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether PyTorch records operations on these tensors for a backward pass, or tracks tangents."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
-    return under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v))
+    return any(map(has_tangent, (q, k, v)))
 
 
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -191,8 +190,7 @@ def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError("blocksparse computes no gradients. Call it under torch.no_grad(), or detach q, k and v.")
     if torch.compiler.is_compiling():
         return
-    # To ask each tensor takes microseconds.
-    if under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+    if any(map(has_tangent, (q, k, v))):
         raise ValueError("blocksparse computes no forward-mode gradients. Detach q, k and v.")
 
 

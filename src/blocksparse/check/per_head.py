@@ -14,6 +14,7 @@ from attrs import fields, has
 from torch import Tensor
 
 from blocksparse.check.validators import Rule, is_real, is_whole, whole
+from blocksparse.launch.torch_private import has_tangent
 
 WHOLE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -131,9 +132,11 @@ def _number(value: Any) -> float | None:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is dense and not on "meta", holds real numbers, and needs no gradient."""
+    """Whether a tensor is dense and not on "meta", holds real numbers, and is not differentiated."""
     real = x.dtype.is_floating_point or x.dtype in WHOLE_DTYPES
     waits = x.requires_grad and torch.is_grad_enabled()
+    if not torch.compiler.is_compiling():
+        waits = waits or has_tangent(x)
     return real and not waits and x.layout is torch.strided and not x.is_meta
 
 

@@ -11,6 +11,8 @@ import torch
 from attrs import Attribute, evolve, frozen
 from torch import Tensor
 
+from blocksparse.launch.torch_private import has_tangent
+
 
 class UserError(Exception):
     """The command cannot run as asked; the message says why and what to do."""
@@ -146,6 +148,8 @@ def shown(value: object) -> str:
     """A value as text for an error message: one line of at most 80 characters."""
     if isinstance(value, Tensor):
         grad = " that requires grad (detach it)" if value.requires_grad else ""
+        if not torch.compiler.is_compiling() and has_tangent(value):
+            grad = " that has a tangent (detach it)"
         return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}{grad}"
     if isinstance(value, FunctionType | type):  # a stage or a preset whose parentheses were forgotten
         return f"{value.__name__} itself; call it: {value.__name__}()"

@@ -79,6 +79,11 @@ def under_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode differentiation follows a tensor. Without it this asks no tensor, which is slow."""
+    return under_forward_mode() and forward_ad.unpack_dual(x).tangent is not None
+
+
 def under_a_function_mode() -> bool:
     """Whether a mode other than `with torch.device(...)` changes functions."""
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

@@ -13,11 +13,12 @@ from attrs import define, evolve, field, setters
 from torch import Tensor
 
 from blocksparse.check.validators import size
+from blocksparse.grid import hiding
 from blocksparse.inputs import checked
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace, Attention
 from blocksparse.layers.schedule import Schedule
 from blocksparse.pipeline import Pipeline
-from blocksparse.spec import AttentionOptions
+from blocksparse.spec import AttentionOptions, AttentionSpec
 from blocksparse.values import Choice, Trace
 
 _MOST_CALLS = 8  # of a layer in one step for one prompt, whose choices are kept for later steps
@@ -62,7 +63,7 @@ class MaskCache:
     _numbers: Iterator[int] = field(factory=lambda: count(1), init=False)
     _calls: Counter[Hashable] = field(factory=Counter, init=False)
     _forgotten: set[int] = field(factory=set, init=False)
-    _kept: dict[_Key, tuple[int, Choice[Any]]] = field(factory=dict, init=False)
+    _kept: dict[_Key, tuple[int, Hashable, Choice[Any]]] = field(factory=dict, init=False)
 
     def begin(self, step: int, prompt: Tensor | None = None) -> None:
         """Begin a step, whose calls follow. A step before the last one begins another run.
@@ -96,21 +97,22 @@ class MaskCache:
         return number
 
     def choice(
-        self, layer: int, chooser: int, call: Hashable, choose: Callable[[], Choice[Any]]
+        self, layer: int, chooser: int, call: Hashable, asked: Hashable, choose: Callable[[], Choice[Any]]
     ) -> tuple[Choice[Any], int]:
         """The kept choice of a call of `layer`, or a new one, and its age in steps.
 
         Args:
             call: equal for calls that may share a choice. Layers with one chooser share each of them.
+            asked: what else a choice depends on. Where it changes, the chooser chooses anew.
         """
         turn = self._calls[self._prompt, layer, chooser, call]
         self._calls[self._prompt, layer, chooser, call] += 1
         key = _Key(self._prompt, turn, chooser, call)
-        made, choice = self._kept.get(key, (0, None))
-        if choice is None or self.step - made >= self.steps:
+        made, of, choice = self._kept.get(key, (0, None, None))
+        if choice is None or self.step - made >= self.steps or (layer == chooser and of != asked):
             made, choice = self.step, choose()
             if turn < _MOST_CALLS or self.steps == 1:
-                self._kept[key] = made, choice
+                self._kept[key] = made, asked, choice
         return choice, self.step - made
 
     def forget(self, layer: int, chooser: int) -> None:
@@ -171,19 +173,31 @@ class ReusedMask:
             self._crossed = crossed
             self.cache.forget(self.layer, self.chooser)
         given = checked(q, k, v, options)
-        spec = given[3]
+        spec, scale = given[3], options.get("scale")
         if self.pipeline.dense_because(*given) is not None:
             return None
-        plain = spec if spec.sinks is None else evolve(spec, sinks=None)  # by which no block is chosen
         # The scale as it was asked for, since that of the spec has lost its sign to q.
-        call = self.pipeline, q.shape, k.shape, q.dtype, q.device, plain, options.get("scale")
+        own = spec if scale is None else evolve(spec, scale=scale)
+        plain = own if own.sinks is None else evolve(own, sinks=None)  # by which no block is chosen
+        call = self.pipeline, len(q), q.shape[2], k.shape[2], q.dtype, q.device, spec.causal, spec.remaining
         choice, age = self.cache.choice(
-            self.layer, self.chooser, call, lambda: self.pipeline.choose(q, k, v, **options)
-        )
-        if spec.sinks is not None:
-            choice = evolve(choice, spec=evolve(choice.spec, sinks=spec.sinks))
-        output, unknown = self.pipeline.attend(q, k, v, choice), cast(Any, None)
+            self.layer, self.chooser, call, (q.shape, k.shape, plain),
+            lambda: self.pipeline.choose(q, k, v, **options),
+        )  # fmt: skip
+        self._refuse_other_layers(choice, q, k, spec)
+        output, unknown = self.pipeline.attend(q, k, v, evolve(choice, spec=own)), cast(Any, None)
         return Trace(*given, choice.mask.grid.permutation, unknown, choice.mask, output, age=age)
+
+    def _refuse_other_layers(self, choice: Choice[Any], q: Tensor, k: Tensor, spec: AttentionSpec) -> None:
+        """Refuse the choice of a layer with other heads or with another window."""
+        grid = choice.mask.grid
+        its = grid.q_heads, grid.kv_heads, choice.head_dim, grid.window
+        own = q.shape[1], k.shape[1], q.shape[3], hiding(spec.window, k.shape[2])
+        if its != own:
+            raise ValueError(
+                f"'same_choice' must have layers of equal heads and windows together: (Hq, Hkv, D, window) are "
+                f"{its} in layer {self.chooser} and {own} in layer {self.layer}. Group them apart."
+            )
 
 
 def shared(schedule: Schedule, layers: int) -> tuple[Attention | None, ...]:

@@ -114,9 +114,10 @@ class Schedule:
         default: the pipeline of every layer that is not named.
         layers: the pipelines of single layers, by index.
         dense: the indices of dense layers. The same as None for them in `layers`.
-        same_choice: groups of layers that have one pipeline, in the order in which they run. The first of a group
-            chooses blocks in each forward call, and the others attend to the same blocks and score none (Kascade,
-            arXiv 2512.16391). `attach` of transformers and of diffusers does so.
+        same_choice: groups of layers that have one pipeline, equal heads and one window, in the order in which
+            they run. The first of a group chooses blocks in each forward call, and the others attend to the same
+            blocks and score none (Kascade, arXiv 2512.16391). On several GPUs, the first on each of them chooses.
+            `attach` of transformers and of diffusers does so.
     """
 
     default: LayerPipeline | None = field()
