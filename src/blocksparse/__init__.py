@@ -81,15 +81,7 @@ from blocksparse.select.block_mask import BlockMask, RankedBlockMask
 from blocksparse.select.combined import OnTiles, Ranked, Refined, SelectorByCausality, SelectorPair, SharedByGroup
 from blocksparse.select.grid_rules import Frames, GridSelector, Radial, TileWindow
 from blocksparse.select.mass import GlobalTopCdf, PeakShare, RowShare, TopCdf
-from blocksparse.select.positions import (
-    Band,
-    Everything,
-    LastKeys,
-    LastQueries,
-    Random,
-    Sink,
-    Stride,
-)
+from blocksparse.select.positions import Band, Everything, LastKeys, LastQueries, Random, Sink, Stride
 from blocksparse.select.selector import PositionSelector, Selector, SelectorTraits
 from blocksparse.select.top_k import DecayingTopK, MeanStd, Threshold, TopK
 from blocksparse.select.vertical_slash import RoutedByDivergence, VerticalSlashCdf, VerticalSlashTopK

@@ -167,24 +167,14 @@ def spec_of(numbers: list[float], sinks: Tensor | None, heads: int, remaining: i
     """The spec whose fields a node got."""
     causal, scale, window, softcap = numbers
     options = AttentionOptions(
-        causal=bool(causal),
-        window=int(window) or None,
-        softcap=softcap or None,
-        sinks=sinks,
-        remaining=remaining,
+        causal=bool(causal), window=int(window) or None, softcap=softcap or None, sinks=sinks, remaining=remaining
     )
     return AttentionSpec.of(heads, scale, options)
 
 
 @custom_op("blocksparse::attend")
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: OpaqueCall,
-    numbers: list[float],
-    sinks: Tensor | None,
-    remaining: int,
+    q: Tensor, k: Tensor, v: Tensor, call: OpaqueCall, numbers: list[float], sinks: Tensor | None, remaining: int
 ) -> Tensor:
     return call(q, k, v, spec_of(numbers, sinks, q.shape[1], remaining))
 

@@ -41,14 +41,7 @@ class Grid(BlockGrid):
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        permutation: Permutation,
-        spec: AttentionSpec,
-        *,
-        q_block: int,
-        k_block: int,
+        cls, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec, *, q_block: int, k_block: int
     ) -> Grid:
         """The grid over `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` in the slots of `permutation`.
 

@@ -28,13 +28,7 @@ class UnsupportedError(ValueError):
 
 
 def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    sequences: Sequences | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, sequences: Sequences | None = None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Check the inputs of a call, and return q, k, v and the scale in the form that stages take.
 

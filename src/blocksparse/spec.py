@@ -23,17 +23,7 @@ from blocksparse.check.per_head import (
     read,
     wrong_heads,
 )
-from blocksparse.check.validators import (
-    Rule,
-    count,
-    flag,
-    is_real,
-    maybe_whole,
-    optional,
-    shown,
-    size,
-    whole,
-)
+from blocksparse.check.validators import Rule, count, flag, is_real, maybe_whole, optional, shown, size, whole
 from blocksparse.kernels.masks.arguments import LogitChange
 
 # Kernels multiply the scale by log2(e) and by their own scales in fp32; these bounds leave room for that.

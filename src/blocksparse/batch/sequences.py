@@ -165,11 +165,7 @@ class Sequences(OpaqueBase):
 
     @classmethod
     def padded(
-        cls,
-        attention_mask: Tensor,
-        *,
-        queries: int | None = None,
-        remaining: Sequence[int] | Tensor | None = None,
+        cls, attention_mask: Tensor, *, queries: int | None = None, remaining: Sequence[int] | Tensor | None = None
     ) -> Sequences:
         """A sequence in each entry of a batch, with padding before it or behind it.
 

@@ -215,13 +215,7 @@ class ShardedCall:
 
 
 def checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    *,
-    ranks: Ranks,
-    sequences: Sequences | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, ranks: Ranks, sequences: Sequences | None = None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """The inputs of this rank in the form that stages take.
 

@@ -174,13 +174,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
         return _REFERENCE, refused
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         refused: dict[str, list[str]] = {}
         for executor in _ON_GPU if q.is_cuda else _ELSEWHERE:

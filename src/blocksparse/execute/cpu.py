@@ -59,13 +59,7 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         return [f"it runs on a CPU, and these tensors are on {q.device.type}"] * (q.device.type != "cpu")
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out, hint="Use TritonExecutor() or AutoExecutor() on a GPU.")
         if not cpu_kernel_refuses(q, k, v):

@@ -34,12 +34,7 @@ _BLOCK = 128  # tokens of the blocks of attention that PyTorch has no kernel for
 
 
 def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    *,
-    because: str = "it was asked for",
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, because: str = "it was asked for"
 ) -> Tensor:
     """Softmax attention of `q` `[B, Hq, M, D]` over all of `k` `[B, Hkv, N, D]` and `v`: `[B, Hq, M, Dv]`.
 

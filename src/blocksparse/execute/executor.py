@@ -70,13 +70,7 @@ class Executor(ABC, Generic[PermutationT_contra, MaskT_contra]):
 
     @abstractmethod
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: MaskT_contra,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT_contra, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         """Attend `q` `[B, Hq, M, D]` to `k` `[B, Hkv, N, D]` and `v` `[B, Hkv, N, Dv]`, in original order.
 

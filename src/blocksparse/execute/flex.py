@@ -116,13 +116,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         return reasons or never_launched(_KERNELS, _tried(q, v, mask))
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         refuse_capture("torch.compile runs")
         self.check(q, k, v, mask, spec, out, hint=_HINT)

@@ -46,14 +46,7 @@ class TokenOperands(NamedTuple):
 
 
 def token_operands(
-    q: Tensor,
-    k: Tensor,
-    permutation: GlobalPermutation,
-    grid: Grid,
-    *,
-    scale: float,
-    smooth_k: bool,
-    shared: bool,
+    q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, *, scale: float, smooth_k: bool, shared: bool
 ) -> TokenOperands:
     """Round `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]` on their way into slots.
 
@@ -172,13 +165,7 @@ class Int8Executor(Executor[GlobalPermutation, BlockMask]):
         return reasons or never_launched(self._kernels(q, k, v, mask.grid), self._tried(q, v))
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         if is_transformed():
             return execute_op(self._opaque, q, k, v, mask, spec).written_to(out)

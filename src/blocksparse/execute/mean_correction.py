@@ -64,13 +64,7 @@ class MeanCorrectionExecutor(Executor[GlobalPermutation, BlockMask]):
         return self.inner.unsupported(q, k, v, mask, spec)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out)
         exact = self.inner(q, k, v, mask, spec)

@@ -63,13 +63,7 @@ class CudnnExecutor(Executor[GlobalPermutation, BlockMask]):
         return reasons + _wrong_heads(q, k, v, mask.grid.q_block, major)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out, hint="Use AutoExecutor(), or TritonExecutor().")
         refuse_capture("cuDNN runs")
@@ -171,13 +165,7 @@ class FlashAttention4Executor(Executor[GlobalPermutation, BlockMask]):
         return reasons + _wrong_sizes(q.shape[-1], v.shape[-1], mask, hopper=major == 9)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out, hint="Use AutoExecutor(), or TritonExecutor().")
         permutation = one_order(mask)

@@ -30,13 +30,7 @@ class ReferenceExecutor(Executor[Permutation, BlockMask]):
         return []
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out)
         grid, keep = mask.grid, mask.per_query_head()

@@ -85,13 +85,7 @@ class SkipSoftmaxExecutor(Executor[GlobalPermutation, BlockMask]):
         return self._kernel(k).unsupported(q, k, v, mask, spec) if q.is_cuda else []
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         tile, skip = mask.grid.k_block, self.threshold(k.shape[2])

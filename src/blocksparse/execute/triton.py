@@ -77,13 +77,7 @@ class TritonExecutor(Executor[GlobalPermutation, BlockMask]):
         )
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
         if is_transformed():
             return execute_op(self._opaque, q, k, v, mask, spec).written_to(out)

@@ -140,12 +140,7 @@ def mean_pooling(
         executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
-    return preset(
-        Identity(),
-        MeanPoolScorer(block, padded_tail=as_released),
-        TopCdf(mass) | Sink(),
-        executor,
-    )
+    return preset(Identity(), MeanPoolScorer(block, padded_tail=as_released), TopCdf(mass) | Sink(), executor)
 
 
 @kept
@@ -410,12 +405,7 @@ def a_shape(
         executor: `AutoExecutor()` if None.
     """
     size.check(sink=sink, local=local)
-    return preset(
-        Identity(),
-        NoScorer(block),
-        Sink(sink) | Band(local - 1),
-        executor,
-    )
+    return preset(Identity(), NoScorer(block), Sink(sink) | Band(local - 1), executor)
 
 
 @kept
@@ -440,12 +430,7 @@ def tri_shape(
         executor: `AutoExecutor()` if None.
     """
     size.check(sink=sink, local=local, last=last)
-    return preset(
-        Identity(),
-        NoScorer(block),
-        Sink(sink) | Band(local - 1) | LastQueries(last),
-        executor,
-    )
+    return preset(Identity(), NoScorer(block), Sink(sink) | Band(local - 1) | LastQueries(last), executor)
 
 
 @kept
@@ -545,10 +530,7 @@ def prism(
     part_of_all.check(fast=fast, slow=slow)
     of_fast, of_slow = (RotaryBandScorer(band, block, temperature=temperature) for band in (fast, slow))
     return preset(
-        Identity(),
-        ScorerPair(of_fast, of_slow),
-        SelectorPair(TopCdf(mass), TopCdf(mass)) | Sink(),
-        executor,
+        Identity(), ScorerPair(of_fast, of_slow), SelectorPair(TopCdf(mass), TopCdf(mass)) | Sink(), executor
     )
 
 
@@ -594,10 +576,7 @@ def stem(
 
 @kept
 def skip_softmax(
-    scale_factor: float | None = None,
-    *,
-    block: int = 128,
-    executor: BlockExecutor | None = None,
+    scale_factor: float | None = None, *, block: int = 128, executor: BlockExecutor | None = None
 ) -> Preset[BlockScores]:
     """Choose nothing before attention; leave out tiles of keys by a threshold that falls with the prompt's length.
 

@@ -184,10 +184,7 @@ def dfs_attn(
     block_size.check(cell=cell, block=block)
     multiple("block", block, "cell", cell)
     return preset(
-        order,
-        AntidiagonalScorer(cell, block=block, pattern="sum", forced=False),
-        TopK(share=share),
-        executor,
+        order, AntidiagonalScorer(cell, block=block, pattern="sum", forced=False), TopK(share=share), executor
     )
 
 
@@ -211,12 +208,7 @@ def radial(
         prefix: tokens of text before the video. All text is kept.
         executor: `AutoExecutor()` if None.
     """
-    return preset(
-        Identity(),
-        NoScorer(block),
-        Radial(grid, decay=decay, prefix=prefix),
-        executor,
-    )
+    return preset(Identity(), NoScorer(block), Radial(grid, decay=decay, prefix=prefix), executor)
 
 
 @kept
@@ -285,14 +277,7 @@ def lva(
     return preset(
         Identity(),
         NoScorer(block),
-        Frames(
-            grid,
-            period=period,
-            phase=step % period,
-            first=first,
-            radius=radius or None,
-            prefix=prefix,
-        ),
+        Frames(grid, period=period, phase=step % period, first=first, radius=radius or None, prefix=prefix),
         executor,
     )
 

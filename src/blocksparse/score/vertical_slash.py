@@ -110,11 +110,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
     last_q: int | None = field(default=None, converter=maybe_whole, validator=optional(size), kw_only=True)
     pooled: bool = field(default=True, validator=flag, kw_only=True)
     tau: PerHead | None = field(
-        default=None,
-        converter=maybe_per_head,
-        validator=optional(at_least_0),
-        repr=written,
-        kw_only=True,
+        default=None, converter=maybe_per_head, validator=optional(at_least_0), repr=written, kw_only=True
     )
 
     by_row = "scores by the last queries of a call, which only its last part has"

@@ -139,13 +139,7 @@ class Batch:
 
     @classmethod
     def _of(
-        cls,
-        batch: Any,
-        split: Split,
-        starts: list[int],
-        keys: list[int],
-        remaining: list[int],
-        slots: Tensor,
+        cls, batch: Any, split: Split, starts: list[int], keys: list[int], remaining: list[int], slots: Tensor
     ) -> Batch:
         if not split.sparse.ranges:
             return cls(split.reasons)

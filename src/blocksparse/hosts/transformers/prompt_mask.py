@@ -205,8 +205,7 @@ def going_on(sequences: Sequences, remaining: int) -> Sequences:
     """The same prompts, where those that reach the last key continue for so many tokens."""
     last = sequences.keys
     return evolve(
-        sequences,
-        remaining=[remaining if span.first_key + span.keys == last else 0 for span in sequences.spans],
+        sequences, remaining=[remaining if span.first_key + span.keys == last else 0 for span in sequences.spans]
     )
 
 

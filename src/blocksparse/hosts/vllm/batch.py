@@ -16,10 +16,7 @@ from blocksparse.inputs import MAX_HEAD_DIM
 
 _KINDS = {"encoder": "not causal", "encoder_only": "not causal", "encoder_decoder": "cross attention"}
 # Arguments that must be None, or 0, and the reasons that a DensityRecorder gets for others.
-_NOT_PLAIN = {
-    "alibi_slopes": "position bias",
-    "sliding_window": "sliding window",
-}
+_NOT_PLAIN = {"alibi_slopes": "position bias", "sliding_window": "sliding window"}
 
 
 _KNOWN = ("logits_soft_cap", "sinks")  # a pipeline takes them

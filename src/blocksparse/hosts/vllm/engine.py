@@ -98,13 +98,7 @@ class Engine:
         if kind not in self._warmed:
             self._warmed.add(kind)
             seconds = warm(
-                attention,
-                worth,
-                self.settings,
-                query,
-                out,
-                tokens=self.tokens,
-                page_size=self.page_size,
+                attention, worth, self.settings, query, out, tokens=self.tokens, page_size=self.page_size
             )
             _log.info(
                 "blocksparse: kernels of layer %d are ready after %.1f s; keys and values are gathered in %d MiB",

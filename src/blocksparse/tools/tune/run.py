@@ -143,11 +143,7 @@ def tune(
         return session.verified([option.name for option in taken], by_name, costs)
 
     taken, tried, tries = plan_that_fits(
-        choice,
-        choice.all_dense(),
-        (budget.text_kl, budget.answer_kl),
-        measured,
-        budget.tries,
+        choice, choice.all_dense(), (budget.text_kl, budget.answer_kl), measured, budget.tries
     )
     return session.plan(
         taken, by_name, costs, tried, tries, strategy="kl", budget=(budget.text_kl, budget.answer_kl)
@@ -216,14 +212,7 @@ def sparge_search(
     """
     size.check(positions=positions)
     skips = (LAMBDAS if network.device.type == "cuda" else ()) if lambdas is None else tuple(sorted(lambdas)[::-1])
-    session = Session.begin(
-        network,
-        prompts,
-        held,
-        journal=journal,
-        positions=positions,
-        report=report,
-    )
+    session = Session.begin(network, prompts, held, journal=journal, positions=positions, report=report)
     bench, units = session.bench, session.units
     bench.work.todo |= {
         "comparing attention": EVALUATION * len(units) * len(prompts) * (len(GRID) + len(skips)),
