@@ -235,10 +235,13 @@ def test_shared_by_group_is_the_union() -> None:
 @pytest.mark.parametrize("n", [2, 4, 16])
 def test_refine_keeps_the_same_pairs(start: int, n: int) -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=75, D=16)
-    for permuter in (bs.Identity(), bs.SegmentKeySort(32, last_q=8)):
-        trace = bs.Pipeline(permuter, bs.MeanPoolScorer(16), bs.TopCdf(0.4), bs.ReferenceExecutor()).trace(
-            q[:, :, start:], k, v
-        )
+    fronts: tuple[tuple[Any, Any, Any], ...] = (
+        (bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.4)),
+        (bs.SegmentKeySort(32, last_q=8), bs.MeanPoolScorer(16), bs.TopCdf(0.4)),
+        (bs.GlobalIndexMap(64, prefix=40), bs.NoScorer(16), bs.Ranked(bs.Everything())),  # with empty slots
+    )
+    for front in fronts:
+        trace = bs.Pipeline(*front, bs.ReferenceExecutor()).trace(q[:, :, start:], k, v)
         fine = trace.mask.refine(n)
         again = bs.ReferenceExecutor()(q[:, :, start:], k, v, fine, asked(fine, trace.spec.scale))
         torch.testing.assert_close(again.out, trace.output.out)

@@ -152,15 +152,6 @@ def test_scores_known_by_hand() -> None:
     )
 
 
-def test_sums_are_one_hot_and_means_are_not() -> None:
-    """Why a threshold on the mass of the paper's scores hardly acts."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 4, 2048, 64, generator=generator) for _ in "qk")
-    sums, means = (score(FlattenMaxPoolScorer(256, 64, per_token=x), q, k, scale=1 / 8) for x in (False, True))
-    assert float(sums[:, :, 1:].amax(-1).mean()) > 0.8
-    assert float(means[:, :, -1].amax(-1).mean()) < 0.2
-
-
 @pytest.mark.parametrize("M", [264, 224, 3])
 def test_groups_without_a_token_never_win(M: int) -> None:
     """All products are negative: a group of zeros would be the best of its block, and is in the released code."""
@@ -209,21 +200,6 @@ def test_scores_are_summed_in_fp32(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(got.double().cpu(), want, rtol=1e-4, atol=1e-6)
 
 
-def test_scores_in_any_order_and_precision() -> None:
-    """A row whose only visible keys share no place with it holds no mass, and no NaN."""
-    q, k, _ = make_qkv(N=83, M=60, D=16)
-    order = torch.arange(83).flip(0)
-    permutation = bs.GlobalPermutation(
-        order.int().expand(1, 2, 1, 83).contiguous(), torch.arange(60).flip(0).int().expand(1, 4, 60).contiguous()
-    )
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        scores = FlattenMaxPoolScorer(16, 16)(q.to(dtype), k.to(dtype), permutation, bs.AttentionSpec(scale=0.1))
-        assert scores.values.dtype == torch.promote_types(dtype, torch.float32)
-        assert not bool(scores.values.isnan().any())
-        total = scores.values.sum(-1)
-        assert bool(((total - 1).abs() < 1e-5).logical_or(total == 0).all())
-
-
 def test_what_the_scorer_refuses() -> None:
     with pytest.raises(ValueError, match=r"'block' must be a multiple of 'g' \(64\): 96"):
         FlattenMaxPoolScorer(96)
@@ -253,20 +229,6 @@ def test_hash_is_the_documented_function(device: str) -> None:
         assert counter_hash(seed, h[:, None, None], i[:, None], j).tolist() == want
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_hash_is_uniform_along_every_axis(axis: int) -> None:
-    """Every bit is set half of the time, neighbours are unrelated, no two counters of an axis share a number."""
-    n = 4096
-    sizes = [n if a == axis else 3 for a in range(3)]
-    counters = (torch.arange(s).view([-1 if a == b else 1 for b in range(3)]) for a, s in enumerate(sizes))
-    draws = counter_hash(5, *counters).movedim(axis, -1).reshape(9, n)
-    assert all(len(line.unique()) == n for line in draws)
-    bits = (draws.unsqueeze(-1) >> torch.arange(32) & 1).double()
-    deviation = 0.5 / n**0.5
-    assert float((bits.mean(1) - 0.5).abs().max()) < 5 * deviation
-    assert float(((bits[:, 1:] == bits[:, :-1]).double().mean(1) - 0.5).abs().max()) < 5 * deviation
-
-
 def assert_rate(kept: Tensor, rate: float, dims: int | tuple[int, ...]) -> None:
     """Shares over `dims` are within five standard deviations of what independent draws of `rate` give."""
     share = kept.double().mean(dims)
@@ -286,19 +248,6 @@ def test_random_is_independent_along_every_axis(seed: int, rho: float) -> None:
         assert_rate(kept[:, distance:] & kept[:, :-distance], rho**2, (0, 1, 2))
     assert_rate(kept[1:] & kept[:-1], rho**2, (0, 1, 2))
     assert_rate(kept & positions(Random(rho, seed + 1), 16 * 512, Hq=4, Hkv=4), rho**2, (0, 1, 2))
-
-
-def test_released_random_is_not() -> None:
-    """Runs of eight, and one mask for two seeds: what the test above would catch."""
-    kept = positions(Random(0.1, 1, released=True), 16 * 512)
-    neighbours = (kept[:, :, 1:] & kept[:, :, :-1]).double().mean() / kept.double().mean()
-    assert float(neighbours) > 0.8
-    one, two = (positions(Random(0.1, seed, released=True), 16 * 32) for seed in (1, 2))
-    assert torch.equal(one, two)
-    # By hand: block (0, 0) of head 0, seed 1.
-    psi = (1103515245 + 12345 + 2654435761 + 1 & 0x7FFFFFFF) % 1_000_000
-    for rho in (psi / 1e6 - 1e-3, psi / 1e6 + 1e-3):
-        assert bool(positions(Random(rho, 1, released=True), 16)[0, 0, 0]) == (psi < rho * 1e6)
 
 
 def test_query_heads_of_a_group_draw_alike() -> None:
@@ -339,13 +288,6 @@ def test_stride_keeps_one_of_eta(eta: int) -> None:
         assert float((gaps.mean() - eta).abs()) < 5 * eta / len(gaps) ** 0.5
         assert float(gaps.max()) > 2 * eta  # geometric: no pattern along a column
         assert not torch.equal(kept, positions(Stride(eta, 1), 16 * 1024)[0])
-
-
-def test_released_stride_degenerates() -> None:
-    kept = positions(Stride(17, released=True), 16 * 256)[0]
-    assert kept.all(1).sum() == kept.any(1).sum() == 16
-    want = [[(131 * i + 17 * j + 7) % 16 == 0 for j in range(256)] for i in range(256)]
-    assert positions(Stride(16, 7, released=True), 16 * 256)[0].tolist() == want
 
 
 @pytest.mark.parametrize("rule", [Stride(5, 3), Random(0.3, 3)], ids=["stride", "random"])

@@ -12,7 +12,6 @@ import blocksparse as bs
 from blocksparse.order import content_orders as segment_query_sort
 from blocksparse.order.content_orders import SegmentQuerySort
 from blocksparse.presets.text import pbs_attn_plus
-from blocksparse.score.strided import AntidiagonalScorer
 from blocksparse.testing import make_qkv, masked_attention
 
 STRUCTURED = ("pbs_02_n2048_d128", "xattn_01_n2048_d64_s8")
@@ -62,44 +61,6 @@ def test_better_scores_after_the_same_order(name: str) -> None:
     assert torch.equal(not_none(plus.permutation.k_index), not_none(pooled.permutation.k_index))
     assert float(plus.density().mean()) < float(pooled.density().mean())
     assert float(plus.covered_mass().mean()) > float(pooled.covered_mass().mean()) - 0.005
-
-
-class InPlace(bs.Permuter[bs.GlobalPermutation]):
-    """No key moves, so each stays in its segment."""
-
-    def __init__(self, S: int) -> None:
-        self.S = S
-
-    def __call__(self, q: Tensor, k: Tensor, spec: bs.AttentionSpec) -> bs.GlobalPermutation:
-        return bs.GlobalPermutation(segment=self.S)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STRUCTURED)
-def test_sorted_keys_choose_better_than_keys_in_place(name: str) -> None:
-    """Appendix B.2, figure 6: the blocks outside the own segment bring more mass each."""
-    case = load(name)
-    for threshold in (0.7, 0.9):
-        covered, blocks = [], []
-        for permuter in (InPlace(256), bs.SegmentKeySort(256)):
-            scorer, selector = AntidiagonalScorer(8, forced=False), bs.TopCdf(threshold)
-            trace = bs.Pipeline(permuter, scorer, selector, REFERENCE).trace(case.q, case.k, case.v)
-            blocks.append(int((trace.mask.keep & ~trace.mask.grid.own_segment(256)).sum()))
-            covered.append(float(trace.covered_mass().mean()))
-        assert covered[1] > covered[0] - 0.005
-        assert covered[1] / blocks[1] > 1.01 * covered[0] / blocks[0]
-
-
-def test_counting_the_own_segment_is_the_other_reading() -> None:
-    """With `forced` the own segment's mass counts toward the target, as XAttention's diagonal does."""
-    case = load(STRUCTURED[1])
-    counted = bs.Pipeline(bs.SegmentKeySort(256), AntidiagonalScorer(8), bs.TopCdf(0.9), REFERENCE)
-    theirs, ours = (p.trace(case.q, case.k, case.v) for p in (counted, pbs_attn_plus(executor=REFERENCE)))
-    grid = theirs.mask.grid
-    assert torch.equal(grid.diagonal & grid.own_segment(256), grid.diagonal)
-    assert bool((grid.diagonal.expand_as(theirs.mask.keep) <= theirs.mask.keep).all())
-    assert float(theirs.density().mean()) < float(ours.density().mean())
-    assert float(theirs.covered_mass().mean()) > 0.89
 
 
 def directions(*rows: tuple[float, float]) -> Tensor:
@@ -192,23 +153,6 @@ def test_query_sort_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
                 assert want is not None
                 assert torch.equal(got, want)
         monkeypatch.undo()
-
-
-def test_alike_queries_together_need_fewer_blocks() -> None:
-    """Queries that look at four topics by turns: sorted, each row of blocks holds one topic."""
-    generator = torch.Generator().manual_seed(0)
-    topics = 6 * torch.eye(4, 32)
-    k = topics.repeat_interleave(32, 0).repeat(2, 1)[None, None]  # a block of 32 keys each
-    q = topics.repeat(64, 1)[None, None] + 0.1 * torch.randn(1, 1, 256, 32, generator=generator)
-    k, v = k + 0.1 * torch.randn(k.shape, generator=generator), torch.randn(k.shape, generator=generator)
-    kept, covered = [], []
-    for permuter in (bs.Identity(), SegmentQuerySort(128, block=32)):
-        pipeline = bs.Pipeline(permuter, bs.MeanPoolScorer(32), bs.TopCdf(0.9), REFERENCE)
-        trace = pipeline.trace(q, k, v)
-        kept.append(int((trace.mask.keep & ~trace.mask.grid.own_segment(128)).sum()))
-        covered.append(float(trace.covered_mass()))
-    assert kept == [16, 4]
-    assert covered[1] > 0.99
 
 
 def test_query_sort_refuses() -> None:

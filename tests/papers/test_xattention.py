@@ -213,14 +213,6 @@ def test_patterns_by_hand() -> None:
         torch.testing.assert_close(mass, torch.tensor([[[[first, 1 - first]]]]))
 
 
-def test_a_row_holds_one_mass_per_query_cell() -> None:
-    q, k, _ = make_qkv(N=100, M=90, D=16)  # rows of 6, 16, 16, ... and 4 queries; the last cell is short
-    values = AntidiagonalScorer(8, block=16)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25)).values
-    torch.testing.assert_close(
-        values.sum(-1), torch.tensor([1.0, 2, 2, 2, 2, 2, 1]).expand(values.shape[:3]), rtol=1e-5, atol=0
-    )
-
-
 @pytest.mark.parametrize("M", [129, 100])
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 def test_rows_at_a_time_do_not_change_scores(
@@ -264,31 +256,6 @@ def test_forced_blocks_are_counted_by_xattention_and_not_by_a_union() -> None:
     held, total = (values * keep).sum(-1), values.sum(-1)
     assert bool((held >= 0.5 * total - 1e-6).all())
     assert bool((held - lightest < 0.5 * total + 1e-6).all())
-
-
-def test_nothing_is_forced_when_not_causal() -> None:
-    q, k, _ = make_qkv(N=64, D=16)
-    assert (
-        AntidiagonalScorer(4, block=16)(
-            q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25, causal=False)
-        ).forced
-        is None
-    )
-
-
-def test_query_heads_of_a_group_need_no_copies() -> None:
-    q, k, _ = make_qkv(B=2, Hq=6, Hkv=2, N=83, M=60, D=16)
-    scorer = AntidiagonalScorer(8, block=16)
-    order = bs.SegmentKeySort(32, last_q=8)(q, k, bs.AttentionSpec(scale=0.25))
-    repeated = bs.GlobalPermutation(order.k_index.repeat_interleave(3, 1), segment=32)  # type: ignore[union-attr]
-    torch.testing.assert_close(
-        scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values,
-        scorer(q, k.repeat_interleave(3, 1), repeated, bs.AttentionSpec(scale=0.25)).values,
-    )
-    torch.testing.assert_close(  # one order per query head, keys per KV head
-        scorer(q, k, repeated, bs.AttentionSpec(scale=0.25)).values,
-        scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values,
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
