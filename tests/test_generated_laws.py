@@ -288,23 +288,6 @@ def test_zeros_have_no_sign(device: str, case: Case) -> None:
     assert torch.equal(signed.output.out, plain.output.out)
 
 
-@law(1, 4, cases(dtype="float32", layouts=("plain", "plain", "plain")))
-def test_graphs_take_any_scale(device: str, case: Case) -> None:
-    """As an argument that changes, and as a field of two modules."""
-    q, k, v = case.qkv(device)
-    pipeline = case.pipeline
-    torch.compiler.reset()
-    call = torch.compile(
-        lambda q, k, v, scale: pipeline(q, k, v, causal=case.causal, scale=scale),
-        backend="eager",
-        fullgraph=True,
-        dynamic=True,
-    )
-    for scale in (0.3, 0.7, 1.1):
-        assert same(call(q, k, v, scale), pipeline(q, k, v, causal=case.causal, scale=scale))
-    torch.compiler.reset()
-
-
 @law(10, 30, cases())
 def test_a_case_prints_as_what_makes_it(device: str, case: Case) -> None:
     again = eval(repr(case), {**vars(bs), "Case": Case, "Shuffle": stages.Shuffle, "AnyOrder": stages.AnyOrder})

@@ -9,7 +9,7 @@ from runpy import run_path
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
 from blocksparse.order.grid_orders import (
@@ -74,13 +74,6 @@ def test_hilbert_of_small_squares() -> None:
     assert cells_of(HilbertOrder((1, 2, 2))).tolist() == [0, 1, 3, 2]
     assert cells_of(HilbertOrder((1, 4, 4))).tolist() == [0, 4, 5, 1, 2, 3, 7, 6, 10, 11, 15, 14, 13, 9, 8, 12]
     assert cells_of(HilbertOrder((2, 2, 2))).tolist() == [0, 1, 3, 2, 6, 7, 5, 4]
-
-
-def test_few_steps_of_hilbert_jump() -> None:
-    grid = (13, 30, 45)
-    step = coordinates(cells_of(HilbertOrder(grid)), grid).diff(dim=0).abs().sum(-1)
-    assert int((step > 1).sum()) == 269  # of 17,549
-    assert float(step.float().mean()) < 1.04
 
 
 def test_simple_orders() -> None:
@@ -217,35 +210,6 @@ def test_orders_are_the_same_on_every_device(device: str) -> None:
     for order in MOVING:
         there = not_none(order((13, 30, 45)).cells(device))
         assert torch.equal(there.cpu(), cells_of(order((13, 30, 45))))
-
-
-def smooth_field(grid: Sizes, seed: int) -> Tensor:
-    """Sums of long random waves, `[T * H * W, 32]`: near cells are alike in every direction."""
-    generator = torch.Generator().manual_seed(seed)
-    place = coordinates(torch.arange(math.prod(grid)), grid).double()
-    waves = torch.randn(3, 64, generator=generator, dtype=torch.float64) / 4  # radians per cell
-    phase = 2 * math.pi * torch.rand(64, generator=generator, dtype=torch.float64)
-    mixed: Tensor = (place @ waves + phase).cos() @ torch.randn(64, 32, generator=generator, dtype=torch.float64)
-    return mixed
-
-
-def self_similarity(x: Tensor, block: int) -> float:
-    """Mean cosine of two tokens of a block (SpargeAttn, eq. 4 as its code reads it)."""
-    whole = normalize(x, dim=-1)[: len(x) // block * block].unflatten(0, (-1, block))
-    return float((whole @ whole.transpose(-1, -2)).mean())
-
-
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("grid", [(13, 30, 45), (16, 16, 16), (5, 23, 37), (1, 45, 80)], ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_hilbert_blocks_are_alike(grid: Sizes, block: int, seed: int) -> None:
-    """random < raster < Hilbert (SpargeAttn, tables 4 and 9)."""
-    field = smooth_field(grid, seed)
-    shuffled = field[torch.randperm(len(field), generator=torch.Generator().manual_seed(seed))]
-    along_hilbert = field[cells_of(HilbertOrder(grid))]
-    random, raster, hilbert = (self_similarity(x, block) for x in (shuffled, field, along_hilbert))
-    assert random + 0.05 < raster
-    assert raster + 0.05 < hilbert
 
 
 def test_the_example_finds_the_papers_order() -> None:

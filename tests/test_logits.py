@@ -363,18 +363,6 @@ def in_a_window(q: Tensor, k: Tensor, v: Tensor, window: int, dtype: torch.dtype
     return logits.softmax(-1) @ v
 
 
-@each_order
-@pytest.mark.parametrize("start", [0, 37, 199])
-@pytest.mark.parametrize("executor", [bs.ReferenceExecutor(), bs.CpuExecutor()], ids=lambda x: type(x).__name__)
-def test_the_law_of_windows(executor: Any, start: int, order: Any) -> None:
-    """A whole prompt, a chunk that starts inside a block, and one query; three query heads on each KV head."""
-    q, k, v = make_qkv(N=200, Hq=6, Hkv=2, D=16, dtype=torch.float32)
-    for window in WINDOWS:
-        trace = some_of_it(executor, order).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
-        assert trace.mask.grid.window == window
-        assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
-
-
 @pytest.mark.parametrize("window", [1, 16, pytest.param(7, marks=pytest.mark.slow), 33])
 @pytest.mark.parametrize("order", [ORDERS[0], ORDERS[1], pytest.param(ORDERS[3], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

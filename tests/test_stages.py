@@ -299,17 +299,6 @@ def test_mean_pool_takes_the_tokens_that_are_there() -> None:
     assert block_mean(x, 4, padded_tail=True).flatten().tolist() == [1.5, 5.5, 4.25]
 
 
-def dense_density(N: int, block: int) -> float:
-    q, k, v = make_qkv(N=N)
-    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(block), bs.Everything(), bs.ReferenceExecutor())
-    return float(pipeline.trace(q, k, v).density().mean())
-
-
-@pytest.mark.parametrize("N", [1, 63, 64, 65, 200])
-def test_density_of_everything_is_one(N: int) -> None:
-    assert dense_density(N, 64) == pytest.approx(1.0)
-
-
 def test_density_counts_tokens_of_a_tail() -> None:
     """Three blocks of 16, 16 and 8 tokens; dense visits 16*16 + 16*32 + 8*40 pairs."""
     q, k, v = make_qkv(N=40)
@@ -477,20 +466,6 @@ def test_a_call_is_then_dense_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PRESETS = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
-
-
-@pytest.mark.parametrize("G", [1, 2, 3, 4, 5, 7, 8, 12])
-def test_reduction_over_a_group(G: int) -> None:
-    """One mask per KV head is what any query head of its group keeps, for groups of any size."""
-    q, k, v = make_qkv(B=2, Hq=2 * G, Hkv=2, N=100, D=16)
-    alone = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.5), bs.ReferenceExecutor())
-    shared = bs.Pipeline(
-        bs.Identity(), bs.MeanPoolScorer(16), bs.SharedByGroup(bs.TopCdf(0.5)), bs.ReferenceExecutor()
-    )
-    one, each = shared.trace(q, k, v).mask, alone.trace(q, k, v).mask
-    want = torch.stack([each.keep[:, h * G : (h + 1) * G].any(1) for h in range(2)], dim=1)
-    assert torch.equal(one.keep, want)
-    assert torch.equal(one.per_query_head(), want.repeat_interleave(G, dim=1))
 
 
 @PRESETS

@@ -20,7 +20,6 @@ from torch.autograd import forward_ad
 import blocksparse as bs
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
-from tests.machine import GPU
 from tests.specs import asked, grid_of, wrong
 
 # Inputs of a call
@@ -222,25 +221,6 @@ def test_scales_that_are_no_number_or_too_far_from_1(
         bs.pbs_attn()(*make_qkv(N=16), **given)
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: bs.Permutation(torch.zeros(1, 1, 4).int()), r"'k_index' must have the shape \[B, H, G, slots\]: \(1, 1, 4\)"),
-        (lambda: bs.Permutation(torch.zeros(1, 1, 2, 4).int()), "'group' must be given for more than one key map: G=2"),
-        (lambda: bs.GlobalPermutation(group=64), "'group' must be None: one map serves every query: 64"),
-    ],
-)  # fmt: skip
-def test_permutations(make: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make()
-
-
-def test_refine_needs_a_divisor() -> None:
-    selector = bs.Refined(bs.Everything(), 3)
-    with pytest.raises(ValueError, match=r"'n' must divide both blocks \(16 x 16\): 3"):
-        bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), selector, bs.ReferenceExecutor())(*make_qkv(N=40))
-
-
 def test_masks_of_different_grids_do_not_mix() -> None:
     q, k, _ = make_qkv(N=64)
     masks = [
@@ -285,6 +265,9 @@ def everything(cut: bs.Grid, heads: int = 4) -> bs.RankedBlockMask:
         (lambda: bs.GlobalPermutation(q_index=order(1, 4, 64).float()), TypeError, "'q_index' must be int32: torch.float32"),
         (lambda: bs.GlobalPermutation(wrong([1, 2])), TypeError, r"'k_index' must be an int32 tensor \[B, H, G, slots\] or None: list"),
         (lambda: bs.Permutation(order(1, 2, 2, 64), group=0), ValueError, "'group' must be a number of positions, at least 1: 0"),
+        (lambda: bs.Permutation(order(1, 1, 4)), ValueError, r"'k_index' must have the shape \[B, H, G, slots\]: \(1, 1, 4\)"),
+        (lambda: bs.Permutation(order(1, 1, 2, 4)), ValueError, "'group' must be given for more than one key map: G=2"),
+        (lambda: bs.GlobalPermutation(group=64), ValueError, "'group' must be None: one map serves every query: 64"),
         (lambda: grid(bs.GlobalPermutation(order(1, 2, 1, 60))), ValueError, "'k_index' must name each of the 64 keys once: it has 60 slots"),
         (lambda: grid(bs.GlobalPermutation(order(1, 1, 1, 64))), ValueError, r"must have B=1 batch entries and Hkv=2 or Hq=4 heads: \(1, 1, 1, 64\). Use expand\(\)"),
         (lambda: grid(bs.GlobalPermutation(order(3, 2, 1, 64))), ValueError, "must have B=1 batch entries"),
@@ -420,13 +403,6 @@ class GivesATensor(stages.ByReference):
 def test_a_stage_that_breaks_its_promise(stages_: tuple[Any, ...], kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=sentence):
         bs.Pipeline(*stages_)(Q, K, V)
-
-
-def test_gpu_maps_must_lie_with_the_keys() -> None:
-    if not GPU:
-        pytest.skip("needs a GPU")
-    with pytest.raises(ValueError, match="'k_index' must be on the device of q and k"):
-        grid(bs.GlobalPermutation(order(1, 2, 1, 64)), Q.cuda(), K.cuda())
 
 
 # Stages: what mypy rejects, a pipeline refuses when it is made

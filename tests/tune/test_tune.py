@@ -586,12 +586,10 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
             ["MODEL", "--strategy", "sparge", "--minimise", "time"],
             "'--minimise' does not apply to '--strategy spa",
         ),
-        (["MODEL", "--prompts", "none.jsonl", "--count", "2"], "'--count' does not apply to '--prompts', of"),
         (
             ["MODEL", "--strategy", "sparge", "--positions", "0", "--tokens", "900", "800"],
             "'positions' must be a whole number, at least 1: 0",
         ),
-        (["MODEL", "--l1", "0.1"], "'--l1' does not apply to '--strategy kl': 0.1. Leave one of the two out."),
         (["MODEL", "--out", "."], "'--out' must be a file, the plan: . is a folder"),
     ],
 )

@@ -134,29 +134,39 @@ def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
     assert N < 129 or int(left.sum()) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("per_query_head", [True, False])
-def test_groups(group: int, per_query_head: bool, device: str) -> None:
-    q, k, v = make_qkv(B=2, N=70, M=40, Hq=group, Hkv=1, D=16, device=device)
-    assert_right(arguments(q, k, v, permuter=GlobalIndexMap(32, per_query_head=per_query_head)))
+def slow(*cases: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("M", [1, 31, 64, 100, 128])
-def test_chunks(M: int, device: str) -> None:
-    q, k, v = make_qkv(N=129, M=M, Hq=2, Hkv=1, D=16, device=device)
-    assert_right(arguments(q, k, v, block=32))
-
-
-@pytest.mark.parametrize("rule", [
+ONE_MAP = bs.SegmentKeySort(32, last_q=8)  # for all queries
+RULES: tuple[dict[str, Any], ...] = (
     {"tau": 0.0}, {"tau": 0.3, "commit": False}, {"tau": 0.3, "mean": True}, {"tau": 0.6, "patience": 2},
     {"tau": 0.6, "patience": 2, "commit": False, "mean": True}, {"tau": float("inf")},
-], ids=repr)  # fmt: skip
-@pytest.mark.slow
-def test_stop_rules(rule: dict[str, Any], device: str) -> None:
-    q, k, v = make_qkv(N=160, Hq=2, Hkv=1, D=16, device=device)
-    left = assert_right(arguments(q, k, v, **rule))
-    assert (int(left.sum()) == 0) == (rule["tau"] == 0)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        *(({"N": 129, "M": M}, {"block": 32}) for M in (1, 31, 64, 100, 128)),
+        *slow(*(({"B": 2, "N": 70, "M": 40, "Hq": group}, {"permuter": GlobalIndexMap(32, per_query_head=each)})
+                for group in (1, 3, 4) for each in (True, False))),
+        *slow(*(({"N": 160}, rule) for rule in RULES)),
+        *slow(*(({"N": 100, "M": 70}, {"permuter": permuter, "causal": causal})
+                for permuter in (bs.Identity(), ONE_MAP) for causal in (True, False))),
+        # Any block: a wide one takes several tiles, and what does not fill a tile is masked.
+        *slow(*(({"N": 150}, {"permuter": permuter, "block": block, "k_block": k_block})
+                for block, k_block in ((64, 16), (16, 64), (32, 128), (48, 24), (8, 40), (128, 128))
+                for permuter in (GlobalIndexMap(16 * block), ONE_MAP))),
+        *slow(*(({"N": N, "D": D, "Dv": Dv, "dtype": dtype}, {"block": 32}) for dtype in DTYPES
+                for N, D, Dv in ((129, 80, 80), (129, 96, 32), (70, 5, 3), (129, 256, 256)))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_calls(sizes: dict[str, Any], asked: dict[str, Any], device: str) -> None:
+    """Chunks, groups of heads, rules, orders, blocks and head dims."""
+    left = assert_right(arguments(*make_qkv(**{"Hq": 2, "Hkv": 1, "D": 16, **sizes}, device=device), **asked))
+    assert "tau" not in asked or (int(left.sum()) == 0) == (asked["tau"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -168,41 +178,6 @@ def test_rows_that_open_with_a_band(near: int, band: int, device: str) -> None:
     q, k, v = make_qkv(N=130, M=100, Hq=2, Hkv=1, D=16, device=device)
     for tau in (0.2, float("inf")):
         assert_right(arguments(q, k, v, permuter=GlobalIndexMap(32, near=near), band=band, tau=tau))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(32, last_q=8)], ids=repr)
-def test_one_map_for_all_queries(permuter: bs.Permuter[Any], causal: bool, device: str) -> None:
-    q, k, v = make_qkv(N=100, M=70, Hq=2, Hkv=1, D=16, device=device)
-    assert_right(arguments(q, k, v, permuter=permuter, causal=causal))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("block", "k_block"), [(64, 16), (16, 64), (32, 128), (48, 24), (8, 40), (128, 128)])
-def test_blocks(block: int, k_block: int, device: str) -> None:
-    """Any block: a wide one takes several tiles, and what does not fill a tile is masked."""
-    q, k, v = make_qkv(N=150, Hq=2, Hkv=1, D=16, device=device)
-    assert_right(arguments(q, k, v, permuter=GlobalIndexMap(16 * block), block=block, k_block=k_block))
-    assert_right(arguments(q, k, v, permuter=bs.SegmentKeySort(32, last_q=8), block=block, k_block=k_block))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("N", "D", "Dv"), [(129, 80, 80), (129, 96, 32), (70, 5, 3), (129, 256, 256)])
-def test_head_dims(N: int, D: int, Dv: int, dtype: torch.dtype, device: str) -> None:
-    q, k, v = make_qkv(N=N, Hq=2, Hkv=1, D=D, Dv=Dv, dtype=dtype, device=device)
-    assert_right(arguments(q, k, v, block=32))
-
-
-def test_strides(device: str) -> None:
-    """The layouts hosts have: heads behind tokens, and a cache that is longer than the keys."""
-    q, k, v = make_qkv(N=70, Hq=2, Hkv=1, D=16, device=device)
-    q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    cache = torch.full((1, 1, 90, 16), float("nan"), device=device)
-    cache[:, :, :70] = v
-    assert_right(arguments(q, k, cache[:, :, :70]))
-    assert_right(arguments(q, k, v.transpose(2, 3).contiguous().transpose(2, 3)))
 
 
 def test_a_row_with_nothing_kept(device: str) -> None:

@@ -212,44 +212,32 @@ def test_smoothing_mean_knows_no_later_token() -> None:
 # The kernel against its reference
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fp8", PV)
-@pytest.mark.parametrize("int8", [Int8(), Int8(shared=True), Int8(smooth_k=False)], ids=str)
-def test_options(int8: Int8, fp8: bool, device: str) -> None:
-    q, k, v = structured(200, M=150, device=device)
-    for causal in (True, False):
-        assert_as_reference(arguments(q, k, v, int8=int8, fp8=fp8, causal=causal)[0])
-
-
-@pytest.mark.parametrize("fp8", PV)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("D", [64, 80, 128])
-def test_head_dims(D: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
-    q, k, v = (x.to(dtype) for x in structured(161, D=D, Hq=2, Hkv=1, device=device))
-    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8, block=64)[0])
+def slow(*cases: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize("fp8", PV)
 @pytest.mark.parametrize(
-    ("M", "Hq", "Hkv"),
+    ("sizes", "asked"),
     [
-        *((M, 2, 1) for M in (1, 31, 64, 100, 170)),
-        *(pytest.param(170, 2 * group, 2, marks=pytest.mark.slow) for group in (1, 3, 4)),
+        *(({"N": 161, "D": D, "dtype": dtype}, {"block": 64}) for D in (64, 80, 128) for dtype in DTYPES),
+        # Of 170 keys: rows before, across and after the end of what smoothing looks at.
+        *(({"N": 170, "M": M}, {}) for M in (1, 31, 64, 100, 170)),
+        *slow(*(({"N": 170, "Hq": 2 * group, "Hkv": 2}, {}) for group in (1, 3, 4))),
+        *slow(*(({"N": 200, "M": 150, "Hq": 4, "Hkv": 2, "D": 64}, {"int8": int8, "causal": causal})
+                for int8 in (Int8(), Int8(shared=True), Int8(smooth_k=False)) for causal in (True, False))),
+        *slow(*(({"N": 180}, {"heads": heads}) for heads in (1, 2))),
     ],
-)
-def test_chunks_and_groups(M: int, Hq: int, Hkv: int, fp8: bool, device: str) -> None:
-    """Of 170 keys: rows before, across and after the end of what smoothing looks at."""
-    q, k, v = structured(170, M=M, Hq=Hq, Hkv=Hkv, D=32, device=device)
-    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fp8", PV)
-@pytest.mark.parametrize("order_heads", [1, 2])
-def test_permuted_keys(order_heads: int, fp8: bool, device: str) -> None:
-    q, k, v = structured(180, Hq=2, Hkv=1, D=32, device=device)
-    order = random_keys(k, order_heads)
-    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8, permutation=order)[0])
+    ids=str,
+)  # fmt: skip
+def test_calls(sizes: dict[str, Any], asked: dict[str, Any], fp8: bool, device: str) -> None:
+    """Head dims, chunks, groups of heads, options, and keys in an order for each of so many heads."""
+    sizes, asked = {"Hq": 2, "Hkv": 1, "D": 32, **sizes}, {"int8": Int8(), **asked}
+    dtype = sizes.pop("dtype", torch.float32)
+    q, k, v = (x.to(dtype) for x in structured(**sizes, device=device))
+    if heads := asked.pop("heads", 0):
+        asked["permutation"] = random_keys(k, heads)
+    assert_as_reference(arguments(q, k, v, fp8=fp8, **asked)[0])
 
 
 @pytest.mark.slow

@@ -254,17 +254,6 @@ def test_a_chunk_moves_what_it_visits(
     assert not output.out[:, :, -(N % block) :].any()
 
 
-@pytest.mark.slow
-def test_strides(device: str) -> None:
-    """The layouts hosts have: heads behind tokens, and a cache that is longer than the keys."""
-    q, k, v = make_qkv(N=100, Hq=4, Hkv=2, D=32, device=device)
-    q, k = q.transpose(1, 2).contiguous().transpose(1, 2), k.transpose(1, 2).contiguous().transpose(1, 2)
-    cache = torch.full((1, 2, 160, 32), float("nan"), device=device)
-    cache[:, :, :100] = v
-    assert_right(arguments(q, k, cache[:, :, :100], block=32))
-    assert_right(arguments(q, k, v.transpose(2, 3).contiguous().transpose(2, 3), block=32))
-
-
 def a_change(heads: int, device: str, *, softcap: float | None = 2.0, sinks: bool = True) -> LogitChange:
     return LogitChange(softcap, torch.linspace(-3, 5, heads, device=device) if sinks else None)
 
