@@ -41,7 +41,7 @@ from blocksparse.tools.demo.run import DemoSettings, _picture, legend, table, wr
 from blocksparse.tools.demo.watch import watch
 from tests.hosts.small_models import small_model
 from tests.real_model import NAME, converted, needs_real_model
-from tests.tiny_model import save_tiny
+from tests.tiny_model import save_tiny, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +363,16 @@ def test_a_watched_model_keeps_the_attention_of_each_part(text: str) -> None:
     config = network.config
     parts = {"": config, "text_config": config.text_config, "vision_config": config.vision_config}
     assert {name: part._attn_implementation for name, part in parts.items()} == wish
+
+
+def test_two_models_are_watched_at_once() -> None:
+    one, other, ids = tiny_llama(0), tiny_llama(1), torch.ones(1, 8, dtype=torch.int64)
+    seen: list[int] = []
+    with watch(one, on_call=lambda: seen.append(0)), watch(other, on_call=lambda: seen.append(1)):
+        one(ids)
+        other(ids)
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1}
 
 
 @pytest.mark.slow

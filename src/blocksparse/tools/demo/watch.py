@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast, final
+from uuid import uuid4
 
 import torch
 from attrs import define, field
@@ -109,7 +110,7 @@ def watch(
             on_call()
         return output
 
-    name = f"{used}-watched"
+    name = f"{used}-watched-{uuid4().hex}"  # another model may be watched at once
     AttentionInterface.register(name, watched)
     AttentionMaskInterface.register(name, mask)
     try:
