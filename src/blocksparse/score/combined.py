@@ -17,7 +17,7 @@ from blocksparse.kernels.score.block_mean import block_similarity
 from blocksparse.kernels.score.block_softmax import gate_blocks
 from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.order.permutation import GlobalPermutation
-from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.key_history import KeyHistory, of_key_blocks
 from blocksparse.score.scorer import (
     BlockMass,
     BlockScores,
@@ -253,10 +253,9 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         if isinstance(self.theta, int | float) and self.theta < 0 and not self.padded_tail:
             return scores
         block, centred = scores.grid.k_block, self._centred(spec.causal)
-        if history is None or centred:  # with K smoothing the similarity of a block follows from all keys
-            of_k = block_similarity(k, block, centred=centred, index=permutation.key_slots)
-        else:
-            of_k = history.blocks("similarity", k, permutation, block, partial(block_similarity, block=block))
+        alike = partial(block_similarity, centred=centred)
+        # With K smoothing the similarity of a block follows from all keys.
+        of_k = of_key_blocks("similarity", k, permutation, block, alike, None if centred else history)
         return self._gated(scores, q, of_k, permutation)
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blocksparse.batch.sequences import Sequences
 from blocksparse.check.validators import Rule, count, shown
-from blocksparse.order.permutation import Permutation
+from blocksparse.order.permutation import GlobalPermutation, Permutation
 
 
 @final
@@ -141,6 +141,23 @@ class KeyHistory:
 
 def _same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def of_key_blocks(
+    name: str,
+    k: Tensor,
+    permutation: GlobalPermutation,
+    block: int,
+    compute: Callable[..., Tensor],
+    history: KeyHistory | None,
+) -> Tensor:
+    """`compute(k, block, index=...)` of keys in slot order, an entry for each block: `[B, H, cols, ...]`.
+
+    What a history knows is not computed again. Arguments are those of `KeyHistory.blocks`.
+    """
+    if history is None:
+        return compute(k, block, index=permutation.key_slots)
+    return history.blocks(name, k, permutation, block, lambda keys: compute(keys, block))
 
 
 a_history = Rule("a KeyHistory or None", lambda x: x is None or isinstance(x, KeyHistory))

@@ -28,7 +28,7 @@ from blocksparse.kernels.layout.gather import band_channels
 from blocksparse.kernels.score.block_mean import block_mean, block_means
 from blocksparse.kernels.score.block_softmax import block_softmax, prefix_softmax
 from blocksparse.order.permutation import GlobalPermutation, Permutation
-from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.key_history import KeyHistory, of_key_blocks
 from blocksparse.score.scorer import (
     BlockLogits,
     BlockMass,
@@ -39,6 +39,25 @@ from blocksparse.score.scorer import (
     segment_of,
 )
 from blocksparse.spec import AttentionSpec
+
+
+def mean_tokens(
+    q: Tensor,
+    k: Tensor,
+    permutation: GlobalPermutation,
+    grid: Grid,
+    history: KeyHistory | None = None,
+    *,
+    padded_tail: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The mean queries `[B, Hq, rows, D]` and the mean keys `[B, H, cols, D]` of the blocks of `grid`."""
+    q_index, lead = permutation.q_index, grid.q_lead
+    if history is not None:
+        mean = partial(block_mean, padded_tail=padded_tail)
+        pooled_k = of_key_blocks("mean", k, permutation, grid.k_block, mean, history)
+        return mean(q, grid.q_block, lead=lead, index=q_index), pooled_k
+    k_index = permutation.key_slots
+    return block_means(q, k, grid.q_block, grid.k_block, lead, padded_tail, q_index=q_index, k_index=k_index)
 
 
 @final
@@ -69,29 +88,10 @@ class MeanPoolScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         history: KeyHistory | None = None,
     ) -> BlockMass:
         grid = self.grid(q, k, permutation, spec)
-        pooled_q, pooled_k = self._means(q, k, permutation, grid, history)
+        pooled_q, pooled_k = mean_tokens(q, k, permutation, grid, history, padded_tail=self.padded_tail)
         logits, segment = block_products(pooled_q, pooled_k, grid), segment_of(permutation, grid)
         mass, forced = block_softmax(logits, grid, scale=spec.scale, segment=segment)
         return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]
-
-    def _means(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, grid: Grid, history: KeyHistory | None
-    ) -> tuple[Tensor, Tensor]:
-        """The mean queries `[B, Hq, rows, D]` and the mean keys `[B, H, cols, D]` of blocks."""
-        if history is not None:
-            mean = partial(block_mean, padded_tail=self.padded_tail)
-            pooled_k = history.blocks("mean", k, permutation, grid.k_block, partial(mean, block=grid.k_block))
-            return mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index), pooled_k
-        return block_means(
-            q,
-            k,
-            grid.q_block,
-            grid.k_block,
-            lead=grid.q_lead,
-            padded_tail=self.padded_tail,
-            q_index=permutation.q_index,
-            k_index=permutation.key_slots,
-        )
 
 
 Variance = Literal["exact", "diagonal"]
@@ -119,15 +119,7 @@ class MeanLogitScorer(InBlocks, Scorer[GlobalPermutation, BlockLogits]):
 
     def __call__(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec) -> BlockLogits:
         grid = self.grid(q, k, permutation, spec)
-        queries, keys = block_means(
-            q,
-            k,
-            grid.q_block,
-            grid.k_block,
-            lead=grid.q_lead,
-            q_index=permutation.q_index,
-            k_index=permutation.key_slots,
-        )
+        queries, keys = mean_tokens(q, k, permutation, grid)
         logits = block_products(queries, keys, grid) * spec.scale
         variance = None if self.variance == "exact" else _diagonal(queries * spec.scale, keys, grid)
         return BlockLogits(logits.masked_fill(~grid.visible, float("-inf")), grid, variance=variance)
@@ -208,10 +200,7 @@ class RotaryBandScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         first, end = math.floor(self.band[0] * (D // 2)), math.ceil(self.band[1] * (D // 2))
         grid = self.grid(q, k, permutation, spec)
         queries = block_mean(q, grid.q_block, lead=grid.q_lead, index=permutation.q_index)  # [B, Hq, rows, D]
-        if history is None:
-            keys = block_mean(k, grid.k_block, index=permutation.key_slots)  # [B, H, cols, D]
-        else:
-            keys = history.blocks("mean", k, permutation, grid.k_block, partial(block_mean, block=grid.k_block))
+        keys = of_key_blocks("mean", k, permutation, grid.k_block, block_mean, history)  # [B, H, cols, D]
         share = 2 * (end - first) / D
         mine, its = band_channels(queries, keys, first, end, self.temperature)
         logits = block_products(mine, its, grid)

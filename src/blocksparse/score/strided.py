@@ -35,7 +35,7 @@ from blocksparse.kernels.score.block_softmax import block_softmax
 from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.kernels.score.strided_means import group_max, strided_mean, strided_means
 from blocksparse.order.permutation import GlobalPermutation
-from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.key_history import KeyHistory, of_key_blocks
 from blocksparse.score.scorer import (
     BlockLogits,
     BlockMass,
@@ -133,18 +133,11 @@ class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     ) -> tuple[Tensor, Tensor]:
         """Mean queries `[B, Hq, q cells, D]` and mean keys `[B, H, k cells, D]` of cells, in slot order."""
         if history is not None:
-            mean = partial(strided_mean, slots=self.stride, padded_tail=self.padded_tail)
-            keys = history.blocks("cell", k, permutation, self.stride, mean)
-            return mean(q, lead=lead, index=permutation.q_index), keys
-        return strided_means(
-            q,
-            k,
-            self.stride,
-            lead=lead,
-            padded_tail=self.padded_tail,
-            q_index=permutation.q_index,
-            k_index=permutation.key_slots,
-        )
+            mean = partial(strided_mean, padded_tail=self.padded_tail)
+            keys = of_key_blocks("cell", k, permutation, self.stride, mean, history)
+            return mean(q, self.stride, lead=lead, index=permutation.q_index), keys
+        q_index, k_index = permutation.q_index, permutation.key_slots
+        return strided_means(q, k, self.stride, lead, self.padded_tail, q_index=q_index, k_index=k_index)
 
     @property
     def traits(self) -> ScorerTraits:
@@ -199,10 +192,7 @@ class QueryRowsScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         history: KeyHistory | None = None,
     ) -> BlockMass:
         grid = self.grid(q, k, permutation, spec)
-        if history is None:
-            keys = strided_mean(k, grid.k_block, index=permutation.key_slots)  # [B, H, cols, D]
-        else:
-            keys = history.blocks("cell", k, permutation, grid.k_block, partial(strided_mean, slots=grid.k_block))
+        keys = of_key_blocks("cell", k, permutation, grid.k_block, strided_mean, history)  # [B, H, cols, D]
         mass = strided_mass(
             permutation.gather_queries(q),
             keys,

@@ -21,7 +21,8 @@ from blocksparse.kernels.score.block_softmax import block_divergence, block_soft
 from blocksparse.kernels.score.last_queries import last_query_sums, last_query_weights
 from blocksparse.kernels.select.vertical_slash import ChosenRuns, crossed, running_count
 from blocksparse.order.permutation import GlobalPermutation
-from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.key_history import KeyHistory, of_key_blocks
+from blocksparse.score.pooled import mean_tokens
 from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits
 from blocksparse.spec import AttentionSpec
 
@@ -131,20 +132,15 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         # Mean keys, [B, H, cols, D].
         keys: Tensor | _Later = partial(block_mean, k, self.block, index=permutation.key_slots)
         if history is not None:  # means are remembered; the last queries score every key again
-            keys = history.blocks("mean", k, permutation, self.block, partial(block_mean, block=self.block))
+            keys = of_key_blocks("mean", k, permutation, self.block, block_mean, history)
         count = self.last_q or self.block
-        mean, queries = (
-            None,
-            None,
-        )  # of the last queries, [B, Hq, 1, D], and of blocks of queries, [B, Hq, rows, D]
+        mean = queries = None  # of the last queries, [B, Hq, 1, D], and of blocks of queries, [B, Hq, rows, D]
         if self.pooled and not isinstance(keys, Tensor):
-            k_index = permutation.key_slots
             if self.tau is not None:
-                mean, keys = block_means(q[:, :, -count:], k, count, self.block, k_index=k_index)
+                last = q[:, :, -count:]
+                mean, keys = block_means(last, k, count, self.block, k_index=permutation.key_slots)
             else:
-                queries, keys = block_means(
-                    q, k, self.block, self.block, lead=grid.q_lead, q_index=permutation.q_index, k_index=k_index
-                )
+                queries, keys = mean_tokens(q, k, permutation, grid)
 
         last_q = _LastQueries(q, k, keys, mean, min(count, q.shape[2]), grid, spec.scale)
         # Rules that look at single lines have no use for sums, and those that look at sums none for lines.

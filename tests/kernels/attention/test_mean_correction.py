@@ -35,7 +35,7 @@ def given(
 
 
 def assert_right(arguments: dict[str, Any], tiles: TritonTiles = SMALL) -> tuple[Tensor, Tensor]:
-    out, lse = add_mean_correction(**arguments, tiles=tiles)
+    out, lse = add_mean_correction.kernel()(**arguments, tiles=tiles)
     plain, _ = add_mean_correction(**arguments)
     wide = {name: x.double() if name in ("q", "k", "v", "out", "lse") else x for name, x in arguments.items()}
     want, want_lse = add_mean_correction(**wide)
@@ -109,10 +109,10 @@ def test_what_is_not_finite_stays_with_those_who_see_it(bad: float, which: str, 
     """A query has the bits that it has without it, unless it takes it; then its output is not finite either."""
     q, k, v = make_qkv(N=200, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
     arguments = given(pipeline(), q, k, v)
-    before = add_mean_correction(**arguments, tiles=SMALL)
+    before = add_mean_correction.kernel()(**arguments, tiles=SMALL)
     changed = arguments[which].clone()
     changed[:, :, 64:80] = bad
-    after = add_mean_correction(**{**arguments, which: changed}, tiles=SMALL)
+    after = add_mean_correction.kernel()(**{**arguments, which: changed}, tiles=SMALL)
     keep, rows = arguments["kept"].keep.expand(1, 2, -1, -1), torch.arange(200, device=device) // 16
     takes = (~keep[..., 4] & (torch.arange(keep.shape[2], device=device) > 4))[:, :, rows]
     assert bool(takes.any())
@@ -126,6 +126,6 @@ def test_what_is_not_finite_stays_with_those_who_see_it(bad: float, which: str, 
 def test_nothing_dropped_changes_no_bit(device: str) -> None:
     q, k, v = make_qkv(N=100, Hq=2, Hkv=1, D=16, dtype=torch.float16, device=device)
     arguments = given(pipeline(keep=1.0), q, k, v)
-    out, lse = add_mean_correction(**arguments, tiles=SMALL)
+    out, lse = add_mean_correction.kernel()(**arguments, tiles=SMALL)
     assert torch.equal(out, arguments["out"])
     assert torch.equal(lse, arguments["lse"].float())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blocksparse.kernels.common.dispatch import on_gpus
 from blocksparse.kernels.common.tiles import TritonTiles
 from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.kernels.masks.arguments import KeptBlocks
@@ -26,6 +27,7 @@ from blocksparse.kernels.score.block_mean import block_mean
 _LOGITS = 2**26  # that are held at a time
 
 
+@on_gpus(of=lambda q, *_, **__: q, where=lambda *_, tiles=None, **__: tiles is not None)
 def add_mean_correction(
     q: Tensor,
     k: Tensor,
@@ -44,26 +46,9 @@ def add_mean_correction(
         q: `[B, Hq, M, D]`, in original order, as `k`, `v` `[B, Hkv, N, ...]`, `out` and `lse` are.
         out: attention over the kept pairs. Where a query has none, 0.
         lse: its lse, with a layer's sinks if it has them.
-        tiles: how the kernel is launched, which takes tensors on a GPU alone. None is plain torch.
+        tiles: how the kernel is launched, which takes tensors on a GPU alone. None is plain torch, a few rows of blocks at
+            a time.
     """
-    if tiles is None:
-        return add_mean_correction_reference(q, k, v, out, lse, kept, scale, softcap)
-    from blocksparse.kernels.attention.mean_correction_triton import add_mean_correction_triton
-
-    return add_mean_correction_triton(q, k, v, out, lse, kept, scale, softcap, tiles)
-
-
-def add_mean_correction_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kept: KeptBlocks,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Reference implementation in plain torch, a few rows of blocks at a time."""
     q_index, k_block = kept.q_index, kept.grid.k_block
     (B, Hq, M, _), N = q.shape, k.shape[2]
     keys, values = (block_mean(x, k_block, index=kept.key_slots) for x in (k, v))  # [B, H, cols, ...]

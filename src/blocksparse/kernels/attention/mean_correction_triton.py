@@ -33,8 +33,9 @@ def add_mean_correction_triton(
     out: Tensor,
     lse: Tensor,
     kept: KeptBlocks,
+    *,
     scale: float,
-    softcap: float | None,
+    softcap: float | None = None,
     tiles: TritonTiles,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels; arguments as in `add_mean_correction`.
