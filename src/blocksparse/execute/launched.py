@@ -58,11 +58,15 @@ class BlockPlan(Lists):
 
     def to_dense(self) -> Tensor:
         """Mask of the listed blocks, `[B, H, rows, cols]` bool."""
-        cols = self.index.shape[-1]
-        count = (self.full_count + self.partial_count).unsqueeze(-1)
-        listed = torch.arange(cols, device=self.index.device) < count
-        dense = torch.zeros(*self.index.shape[:-1], cols + 1, dtype=torch.bool, device=self.index.device)
-        return dense.scatter_(-1, self.index.long().where(listed, cols), True)[..., :cols]
+        return listed(self.full_count + self.partial_count, self.index, self.index.shape[-1])
+
+
+def listed(count: Tensor, index: Tensor, cols: int) -> Tensor:
+    """The blocks that the first `count` `[B, H, rows]` entries of `index` name, `[B, H, rows, cols]` bool."""
+    place = torch.arange(index.shape[-1], device=index.device)
+    column = index.long().where(place < count.unsqueeze(-1), cols)
+    found = torch.zeros(*index.shape[:-1], cols + 1, dtype=torch.bool, device=index.device)
+    return found.scatter_(-1, column, True)[..., :cols]
 
 
 _Kernel = TypeVar("_Kernel", bound=Hashable)

@@ -17,6 +17,7 @@ from blocksparse.check.validators import positive, real, shown
 from blocksparse.execute.executor import AttentionOutput, Executor, one_order
 from blocksparse.execute.triton import TritonExecutor
 from blocksparse.kernels.attention.cpu_attention import Kept, cpu_attention, cpu_kernel_refuses, may_skip
+from blocksparse.kernels.common.sizes import for_heads
 from blocksparse.kernels.common.tiles import tuned
 from blocksparse.kernels.gemm.products import products, wide_dtype
 from blocksparse.order.permutation import GlobalPermutation
@@ -126,8 +127,7 @@ def _attend(
     keys, values = (
         pad(x, (0, 0, 0, missing)).to(dtype) for x in permutation.gather_keys_and_values(k, v)
     )  # [B, H, slots, D]
-    k_at = grid.k_position[:, :, 0]  # [B|1, H|1, slots]
-    k_at = k_at if k_at.shape[1] in (1, Hq) else k_at.repeat_interleave(Hq // k_at.shape[1], dim=1)
+    k_at = for_heads(grid.k_position[:, :, 0], Hq)  # [B|1, H|1, slots]
     full = grid.full & keep
     sink = over_blocks(float("-inf") if spec.sinks is None else spec.sinks, keep).to(dtype)
     result, lse = q.new_zeros((B, Hq, M, v.shape[-1]), dtype=v.dtype), q.new_zeros((B, Hq, M), dtype=dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from blocksparse.check.validators import a, count, flag, shown
 from blocksparse.execute.executor import refuse_several_orders
 from blocksparse.execute.flex import to_flex as to_flex
+from blocksparse.execute.launched import listed
 from blocksparse.execute.packages import to_flash_attention_4 as to_flash_attention_4
 from blocksparse.grid import Grid
 from blocksparse.order.permutation import GlobalPermutation
@@ -57,10 +58,10 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
             f"{M} queries at the end of {N} tokens must start at a block of {q_block} tokens: they start at "
             f"{N - M}. Causal rows are counted from token 0."
         )
-    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, grid.cols)
+    partial = listed(block_mask.kv_num_blocks, block_mask.kv_indices, grid.cols)
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, grid.cols)
+        full = listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, grid.cols)
     hidden = full & (grid.k_last > grid.q_first) if causal else torch.zeros_like(full)
     if bool(hidden.any()):
         b, h, row, col = hidden.nonzero()[0].tolist()
@@ -72,14 +73,6 @@ def from_flex(block_mask: FlexBlockMask, q: Tensor, k: Tensor, *, causal: bool) 
     _check_pairs(block_mask, partial.expand(B, Hq, -1, -1), N - M if causal else None)
     keep = (partial | full) & grid.visible
     return BlockMask(keep.expand(B, Hq, -1, -1), grid)
-
-
-def _listed(number: Tensor, index: Tensor, cols: int) -> Tensor:
-    """Which blocks are listed, `[B, H, rows, cols]` bool, from their number in each row and their columns."""
-    place = torch.arange(index.shape[-1], device=index.device)
-    column = index.long().where(place < number.unsqueeze(-1), cols)
-    found = torch.zeros(*index.shape[:-1], cols + 1, dtype=torch.bool, device=index.device)
-    return found.scatter_(-1, column, True)[..., :cols]
 
 
 def _check_pairs(block_mask: FlexBlockMask, partial: Tensor, offset: int | None) -> None:

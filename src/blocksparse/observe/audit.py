@@ -18,6 +18,7 @@ from blocksparse.check.validators import Rule, UserError, flag, hash_seed, optio
 from blocksparse.custom_op import OpaqueCall, attend
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.kernels.gemm.products import products, wide_dtype
+from blocksparse.kernels.layout.gather import rows_at
 from blocksparse.layers.head_groups import AnyTrace, Attention, HeadGroups, HeadGroupsTrace, LayerTrace
 from blocksparse.spec import AttentionOptions, AttentionSpec
 
@@ -180,7 +181,7 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         # The host knows a key that no query of these stretches sees, without knowing the queries.
         end = min(N, N - M + int((start + _AT_ONCE) * stretch) + 1) if causal else N
         # [B, Hq, some, end]
-        logits = spec.capped(products(_rows(q, some), k[:, :, :end]) * spec.scale)
+        logits = spec.capped(products(rows_at(q, some), k[:, :, :end]) * spec.scale)
         if causal:
             seen = trace.mask.grid.is_visible(some.unsqueeze(-1) + (N - M), key[:end])
             logits.masked_fill_(~seen, float("-inf"))
@@ -192,7 +193,7 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         # With a sink, both denominators have it, and its part is taken out again: the rest is `exp(plain - lse)`.
         more = visited.gather(2, some) - lse
         covered = more.exp() if spec.sinks is None else _without_sinks(more, plain - lse)
-        distance = _rows(output.out, some).to(dense.dtype) - dense
+        distance = rows_at(output.out, some).to(dense.dtype) - dense
         parts = covered, torch.ones_like(covered), distance.abs().sum(-1), dense.abs().sum(-1)
         sums.append(torch.stack([part.double().sum((0, 1)) for part in parts]))
     return torch.cat(sums, dim=1)
@@ -211,12 +212,6 @@ def draw(B: int, H: int, M: int, rows: int, generator: torch.Generator) -> Tenso
     inside = torch.rand((B, H, rows), dtype=torch.float64, device=generator.device, generator=generator)
     stretch = torch.arange(rows, device=generator.device)
     return ((stretch + inside) * (M / rows)).long().clamp_max(M - 1)
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """The rows `index` `[B, H, some]` of `x` `[B, H, M, D]`: `[B, H, some, D]`."""
-    taken: Tensor = x.gather(2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1]))
-    return taken
 
 
 def _weighted(weights: Tensor, v: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from blocksparse.check.validators import (
     whole,
 )
 from blocksparse.grid import Grid
+from blocksparse.kernels.common.sizes import for_heads
 from blocksparse.kernels.gemm.products import block_products, products
 from blocksparse.kernels.layout.gather import band_channels
 from blocksparse.kernels.score.block_mean import block_mean, block_means
@@ -268,9 +269,7 @@ class PrefixOrderScorer(InBlocks, Scorer[Permutation, BlockMass]):
                 logits.masked_fill_(torch.arange(k.shape[2], device=k.device) <= hidden[:, :, rows], float("-inf"))
             mass = prefix_softmax(logits, seen[:, :, rows])
             part = slots[:, :, rows] if slots.shape[2] > 1 else slots
-            if part.shape[1] not in (1, Hq):
-                part = part.repeat_interleave(Hq // part.shape[1], dim=1)
-            part = part.expand(B, Hq, rows.stop - g, -1).long()
+            part = for_heads(part, Hq).expand(B, Hq, rows.stop - g, -1).long()
             mass = mass.gather(-1, part.clamp_min(0)).masked_fill(part < 0, 0.0)
             parts.append(mass.unflatten(-1, (-1, grid.k_block)).sum(-1))
         return torch.cat(parts, dim=2)

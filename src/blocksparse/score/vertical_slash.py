@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from blocksparse.check.per_head import PerHead, at_least_0, maybe_per_head, over_blocks, written
 from blocksparse.check.validators import block_size, flag, maybe_whole, optional, size, whole
 from blocksparse.grid import Grid
-from blocksparse.kernels.common.sizes import HeadMask
+from blocksparse.kernels.common.sizes import HeadMask, for_heads
 from blocksparse.kernels.gemm.products import block_products, products, run_sums, wide_dtype
 from blocksparse.kernels.score.block_mean import block_mean, block_means
 from blocksparse.kernels.score.block_softmax import block_divergence, block_softmax
@@ -229,9 +229,7 @@ def _by_block(per_key: Tensor, grid: Grid) -> Tensor:
         empty = grid.cols * grid.k_block - per_key.shape[-1]
         whole = pad(per_key, (0, empty)) if empty else per_key
         return whole.view(*per_key.shape[:-1], grid.cols, grid.k_block)
-    position = grid.k_position[:, :, 0]  # [B|1, H|1, slots]
-    H, Hq = position.shape[1], grid.q_heads
-    position = position if H in (1, Hq) else position.repeat_interleave(Hq // H, dim=1)
+    position = for_heads(grid.k_position[:, :, 0], grid.q_heads)  # [B|1, H|1, slots]
     index = position.clamp_min(0).long().expand(*per_key.shape[:2], -1)
     by_slot = per_key.gather(-1, index).masked_fill(position < 0, 0)
     return rearrange(by_slot, "B H (cols slot) -> B H cols slot", slot=grid.k_block)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blocksparse.check.validators import is_whole, shown
 from blocksparse.grid import Grid
+from blocksparse.kernels.common.sizes import for_heads
 from blocksparse.kernels.masks.visibility import any_head, keep_visible
 
 
@@ -105,9 +106,7 @@ class BlockMask:
         if grid.group_of_row is not None:
             k_size = k_size[:, :, grid.group_of_row]
         heads = max(keep.shape[1], k_size.shape[1])
-        keep, k_size = (  # what query heads share is theirs, where the other is of query heads
-            x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1) for x in (keep, k_size)
-        )
+        keep, k_size = for_heads(keep, heads), for_heads(k_size, heads)  # what query heads share is theirs
         kept_keys = (keep * k_size.int()).sum(-1, dtype=torch.int32)  # [B, H, rows]
         kept = (kept_keys * q_size).sum(-1)
         if grid.causal:
@@ -139,9 +138,7 @@ class BlockMask:
         self._check_row(row)
         group = 0 if grid.group_of_row is None else grid.group_of_row[row]
         slots: Tensor = grid.k_position[:, :, group].unflatten(-1, (-1, grid.k_block))
-        if slots.shape[1] != 1:
-            slots = slots.repeat_interleave(grid.q_heads // slots.shape[1], dim=1)
-        return slots.expand(self.keep.shape[0], grid.q_heads, -1, -1)
+        return for_heads(slots, grid.q_heads).expand(self.keep.shape[0], grid.q_heads, -1, -1)
 
     def pairs(self, row: int) -> Tensor:
         """Mask of the keys that each query of one row attends to, `[B, Hq, m, N]` bool.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blocksparse.check.validators import Rule, count, is_whole, maybe_whole, optional, positive, real, size, whole
 from blocksparse.grid import Grid
+from blocksparse.kernels.common.sizes import for_heads
 from blocksparse.order.grid_orders import OnGrid, three, three_sizes
 from blocksparse.select.selector import PositionSelector
 
@@ -95,12 +96,10 @@ class TileWindow(GridSelector):
 
     def among_cells(self, grid: Grid) -> Tensor:
         keys = grid.k_position if grid.group_of_row is None else grid.k_position[:, :, grid.group_of_row]
-        if keys.shape[1] not in (1, grid.q_heads):
-            keys = keys.repeat_interleave(grid.q_heads // keys.shape[1], dim=1)
         q_boxes = [[x.unsqueeze(3) for x in box] for box in self._boxes(grid.q_position, grid.q_block)]
         keep = torch.ones((), dtype=torch.bool, device=keys.device)
         for (q_low, q_high), (k_low, k_high), radius in zip(
-            q_boxes, self._boxes(keys, grid.k_block), self.radius, strict=True
+            q_boxes, self._boxes(for_heads(keys, grid.q_heads), grid.k_block), self.radius, strict=True
         ):
             keep = keep & (k_low <= q_high + radius) & (k_high >= q_low - radius)
         return keep

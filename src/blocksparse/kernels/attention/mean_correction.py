@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
+from blocksparse.kernels.common.sizes import for_heads
 from blocksparse.kernels.common.tiles import TritonTiles
 from blocksparse.kernels.gemm.products import products, wide_dtype
+from blocksparse.kernels.layout.gather import rows_at
 from blocksparse.kernels.masks.arguments import KeptBlocks
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.score.block_mean import block_mean
@@ -58,13 +60,15 @@ def add_mean_correction(
     cols = keys.shape[2]
     size = torch.full((cols,), float(k_block), dtype=wide_dtype(q), device=q.device)
     size[-1] = N - (cols - 1) * k_block
-    dropped = _per_query_head(~kept.keep & seen_whole(kept.grid), Hq)
-    bad = _per_query_head(bad, Hq).unsqueeze(2)
+    dropped = for_heads(~kept.keep & seen_whole(kept.grid), Hq)
+    bad = for_heads(bad, Hq).unsqueeze(2)
     place = torch.arange(M, device=q.device) + kept.grid.q_lead
     results, sums = [], []
     for first in range(0, M, step := max(1, _LOGITS // (B * Hq * cols))):
         row = place[first : first + step] // kept.grid.q_block
-        query = q[:, :, first : first + step] if q_index is None else _at(q, q_index[:, :, first : first + step])
+        query = (
+            q[:, :, first : first + step] if q_index is None else rows_at(q, q_index[:, :, first : first + step])
+        )
         logits = products(query, keys) * scale
         if softcap is not None:
             logits = (logits / softcap).tanh() * softcap
@@ -95,12 +99,3 @@ def seen_whole(grid: BlockGrid) -> Tensor:
         return there & (grid.q_last >= 0)
     seen = there & (grid.k_last <= grid.q_first)
     return seen if grid.window is None else seen & (grid.k_first > grid.q_last - grid.window)
-
-
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    taken: Tensor = x.gather(2, index.long().unsqueeze(-1).expand(*index.shape, x.shape[-1]))
-    return taken
-
-
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], dim=1)

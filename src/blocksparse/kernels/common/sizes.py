@@ -94,6 +94,12 @@ def _together(shapes: tuple[tuple[int, ...], ...], in_bytes: int) -> tuple[int, 
     return first, places
 
 
+def for_heads(x: Tensor, heads: int) -> Tensor:
+    """`x` `[B, H, ...]` with each of its heads repeated up to `heads`; as it is where one serves all, or `H` is `heads`."""
+    H = x.shape[1]
+    return x if H in (1, heads) else x.repeat_interleave(heads // H, dim=1)
+
+
 def copies_in_bulk(x: Tensor) -> bool:
     """Whether tensor descriptors can read `x`: rows are contiguous and aligned to 16 bytes, and no entries share memory."""
     return x.data_ptr() % 16 == 0 and _copies_in_bulk(x.shape, x.stride(), x.element_size())

@@ -45,6 +45,12 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
         return torch.stack(rows).view(B, H, M, x.shape[-1])
 
 
+def rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of `x` `[B, H, N, D]` that `index` `[B, H, M]` names in each head, by PyTorch on every device."""
+    rows: Tensor = x.gather(2, index.long().unsqueeze(-1).expand(*index.shape, x.shape[-1]))
+    return rows
+
+
 @on_gpus()
 def gather_two(
     x: Tensor, y: Tensor, index: Tensor, wanted: Tensor | None = None, block: int = 1

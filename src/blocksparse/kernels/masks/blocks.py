@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import index_dtype
+from blocksparse.kernels.common.sizes import for_heads, index_dtype
 from blocksparse.kernels.masks.grid import BlockGrid
 
 NEVER = torch.iinfo(torch.int32).max
@@ -78,10 +78,7 @@ def _side(position: Tensor, block: int, heads: int) -> tuple[Tensor, Tensor, Ten
     blocks = position.unflatten(-1, (-1, block))
     there = blocks >= 0
     bounds = blocks.where(there, NEVER).amin(-1), blocks.amax(-1), blocks.amin(-1) >= 0  # `all` is far slower
-    H = position.shape[1]
-    if H in (1, heads):
-        return bounds
-    first, last, whole = (x.repeat_interleave(heads // H, dim=1) for x in bounds)
+    first, last, whole = (for_heads(x, heads) for x in bounds)
     return first, last, whole
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.kernels.common.hardware import fp32_products
-from blocksparse.kernels.common.sizes import cdiv, power_of_2
+from blocksparse.kernels.common.sizes import cdiv, for_heads, power_of_2
 from blocksparse.kernels.gemm.pooled_sums_triton import PooledTiles, pooled_tiles, sums_of_pooled
 from blocksparse.kernels.gemm.products import StridedPooling, fillers
 from blocksparse.kernels.gemm.strided_products_triton import (
@@ -59,7 +59,8 @@ def strided_mass_triton(
 ) -> Tensor:
     """Launch the kernels; arguments as in `strided_mass`. `tiles` are those that the device takes unless given."""
     if of.q_last is not None:
-        positions: dict[str, Any] = {name: _of_heads(getattr(of, name), q, k) for name in _POSITIONS}
+        given = {name: x for name in _POSITIONS if (x := getattr(of, name)) is not None}
+        positions: dict[str, Any] = {name: for_heads(x, q.shape[1]) for name, x in given.items()}
         of = evolve(of, **positions)
     if of.slots == 1:
         launch, block_m, block_n = _pooled(q, k, of, tiles, first_cell, segment, weight)
@@ -107,14 +108,6 @@ def _options(high: int, block_n: int, wide: int) -> dict[str, int]:
 
 
 _POSITIONS = ("q_last", "k_first", "q_floor", "k_last")  # those of `StridedPooling`
-
-
-def _of_heads(positions: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Positions `[B|1, Hm, n]` of all heads together or of each query head."""
-    Hq = q.shape[1]
-    if positions is None or positions.shape[1] in (1, Hq):
-        return positions
-    return positions.repeat_interleave(Hq // positions.shape[1], 1)
 
 
 def _of_tokens(
