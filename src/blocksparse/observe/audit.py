@@ -126,16 +126,17 @@ def families(layers: Sequence[LayerAudit]) -> list[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     except ModuleNotFoundError:
         raise UserError("prometheus_client is not installed: pip install prometheus_client") from None
-    names = {
-        "calls": "Attention calls of a pipeline, also those that it attended densely as they were little work.",
-        "audited": "Of these, calls that were sparse and audited.",
-        "crossed": "Audited calls in which a bound was crossed.",
-    }
+    calls = "Attention calls of a pipeline, also those that it attended densely as they were little work."
     found: list[Any] = []
-    for name, about in names.items():
-        found.append(counter := CounterMetricFamily(f"blocksparse_audit_{name}", about, labels=["layer"]))
+    for name, kind, about in (
+        ("calls", CounterMetricFamily, calls),
+        ("audited", CounterMetricFamily, "Of these, calls that were sparse and audited."),
+        ("crossed", CounterMetricFamily, "Audited calls in which a bound was crossed."),
+        ("dense", GaugeMetricFamily, "Whether the layer fell back to dense attention."),
+    ):
+        found.append(family := kind(f"blocksparse_audit_{name}", about, labels=["layer"]))
         for x in layers:
-            counter.add_metric([str(x.layer)], getattr(x, name))
+            family.add_metric([str(x.layer)], getattr(x, name))
     names = {
         "covered_mass": "Share of the dense attention weights on visited pairs.",
         "error": "Relative L1 distance of the output from dense attention.",
@@ -146,10 +147,6 @@ def families(layers: Sequence[LayerAudit]) -> list[Any]:
             if (estimate := getattr(x, name)) is not None:
                 for of, value in (("estimate", estimate.value), ("low", estimate.low), ("high", estimate.high)):
                     gauge.add_metric([str(x.layer), of], value)
-    about = "Whether the layer fell back to dense attention."
-    found.append(gauge := GaugeMetricFamily("blocksparse_audit_dense", about, labels=["layer"]))
-    for x in layers:
-        gauge.add_metric([str(x.layer)], x.dense)
     return found
 
 

@@ -318,6 +318,11 @@ def _time(ms: float) -> str:
     return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3f} ms"
 
 
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or how many threads a CPU has."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
 def executor_of(pipeline: AnyPipeline, trace: AnyTrace) -> str:
     """The executor of `pipeline` that runs inputs like those of `trace`, and why faster ones cannot."""
     if trace.dense_because is not None:

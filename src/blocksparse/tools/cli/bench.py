@@ -67,7 +67,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from blocksparse.execute.cpu import about_kernel
     from blocksparse.inputs import MAX_HEAD_DIM
     from blocksparse.presets.named import written
-    from blocksparse.tools.bench import Crossover, Shape, crossovers, legend, run, table
+    from blocksparse.tools.bench import Crossover, Shape, crossovers, device_name, legend, run, table
 
     if parsed.heads % parsed.kv_heads:
         raise UserError(f"'--heads' must be a multiple of '--kv-heads' ({parsed.kv_heads}): {parsed.heads}")
@@ -82,10 +82,7 @@ def _run(parsed: argparse.Namespace) -> int:
     lengths = parsed.lengths or _LENGTHS[kind]
     pipelines = {text: written(text) for text in parsed.preset or _PRESETS}
     shape = Shape(parsed.heads, parsed.kv_heads, parsed.head_dim, getattr(torch, dtype), torch.device(kind))
-    if kind == "cuda":
-        name = torch.cuda.get_device_name()
-    else:
-        name = f"CPU, {torch.get_num_threads()} threads, {about_kernel()}"
+    name = device_name(shape.device) + (f", {about_kernel()}" if kind == "cpu" else "")
 
     def progress(tokens: int) -> None:
         print(f"timing {tokens:,} tokens: dense, {', '.join(pipelines)}", file=sys.stderr, flush=True)

@@ -59,6 +59,7 @@ def _run(parsed: argparse.Namespace) -> int:
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
         from blocksparse.presets.named import written
+        from blocksparse.tools.bench import device_name
         from blocksparse.tools.demo.model import convert_smollm2, load
         from blocksparse.tools.inspection.collect import collect
         from blocksparse.tools.inspection.page import numbers, page, table
@@ -96,12 +97,11 @@ def _run(parsed: argparse.Namespace) -> int:
     if not findings.maps:
         why = next(iter(findings.skipped.values()), "it has no attention that could be watched")
         raise UserError(f"no layer of {model.name} can be inspected: {why}")
-    cuda = model.device.type == "cuda"
     about = {
         "model": model.name,
         "text": path.name,
         "tokens": len(ids),
-        "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "device": device_name(model.device),
     }
     try:
         parsed.out.write_text(page(findings, **about), encoding="utf-8")

@@ -141,29 +141,14 @@ def _tune(arguments: argparse.Namespace) -> int:
     journal = arguments.out.with_name(arguments.out.name + ".journal")
     begin = time.perf_counter()
     with only_errors(), _progress() as report:  # which executor runs is said once, by the plan
+        given: dict[str, Any] = {"journal": journal, "positions": arguments.positions, "report": report}
         if arguments.strategy == "sparge":
-            plan = sparge_search(
-                network,
-                prompts,
-                held,
-                journal=journal,
-                bounds=ErrorBounds(arguments.l1, arguments.l2),
-                positions=arguments.positions,
-                report=report,
-            )
+            bounds = ErrorBounds(arguments.l1, arguments.l2)
+            plan = sparge_search(network, prompts, held, bounds=bounds, **given)
         else:
-            plan = tune(
-                network,
-                prompts,
-                held,
-                journal=journal,
-                budget=Budget(arguments.text_kl, arguments.answer_kl),
-                minimise=arguments.minimise,
-                batch=arguments.batch,
-                head_groups=arguments.head_groups,
-                positions=arguments.positions,
-                report=report,
-            )
+            given |= {name: getattr(arguments, name) for name in ("minimise", "batch", "head_groups")}
+            budget = Budget(arguments.text_kl, arguments.answer_kl)
+            plan = tune(network, prompts, held, budget=budget, **given)
     plan.save(arguments.out)
     print(summary(plan))
     print(f"written in {time.perf_counter() - begin:.0f} s: {arguments.out}; its measurements: {journal}")

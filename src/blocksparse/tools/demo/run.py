@@ -19,6 +19,7 @@ from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import base_model, heads_of, text_config
 from blocksparse.presets.text import mean_pooling, pbs_attn
+from blocksparse.tools.bench import device_name
 from blocksparse.tools.demo import read_text
 from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure
 from blocksparse.tools.demo.model import SHIPPED, Model, convert_smollm2, fetch, load
@@ -221,9 +222,7 @@ def _picture(dense: MethodResult, settings: DemoSettings, layer: int, head: int)
 def _report(
     rows: list[MethodResult], model: Model, prompt: Prompt, settings: DemoSettings, console: Console
 ) -> None:
-    device = (
-        torch.cuda.get_device_name() if model.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    )
+    device = device_name(model.device)
     write_json(
         rows,
         settings.out / "results.json",

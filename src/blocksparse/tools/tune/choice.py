@@ -107,7 +107,6 @@ class Line:
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]]) -> Line:
         """The line that fits pairs of density and milliseconds best, by least squares."""
-        import numpy as np
         from scipy.optimize import nnls
 
         density, ms = np.array(points, dtype=float).T
