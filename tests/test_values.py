@@ -158,16 +158,6 @@ def test_negative_scales_and_zero(preset: Any) -> None:
     torch.testing.assert_close(everything(q, k, v, scale=0), mean.repeat_interleave(2, 1))
 
 
-def test_gradients() -> None:
-    q, k, v = make_qkv(N=16)
-    with (
-        torch.enable_grad(),
-        pytest.raises(ValueError, match=r"no gradients. Call it under torch.no_grad\(\), or detach"),
-    ):
-        bs.pbs_attn()(q.requires_grad_(), k, v)
-    bs.pbs_attn(executor=bs.ReferenceExecutor())(q, k, v)  # under no_grad it is no matter
-
-
 @pytest.mark.parametrize("executor", [bs.TritonExecutor(), bs.ReferenceExecutor()], ids=stages.name)
 def test_forward_mode_gradients(executor: bs.Executor[Any, Any], device: str) -> None:
     q, k, v = make_qkv(N=32, D=16, device=device)
