@@ -260,13 +260,6 @@ def test_a_table_that_breaks_leaves_the_others(tmp_path: Path) -> None:
     assert "torch" in results["environment"]
 
 
-def test_density_of_one_head_after_the_other() -> None:
-    case = Case(200, 4, 2, 16, 32, 16, 0.3, torch.float32)
-    q, k, _ = case.inputs(CPU)
-    mask = case.mask(q, k)
-    assert kernel_tables.density_of(mask) == pytest.approx(float(mask.density().mean()))
-
-
 def test_executors_for_cpus_are_measured() -> None:
     def mine(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
         executor, spec = bs.ReferenceExecutor(), bs.AttentionSpec(scale=q.shape[-1] ** -0.5)

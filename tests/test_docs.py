@@ -350,14 +350,6 @@ def test_results_say_where_they_come_from(results: Path) -> None:
     assert any(f"<!-- table {results.stem} -->" in read(page) for page in PAGES)
 
 
-@each("page", sorted((ROOT / "docs" / "reference" / "api").glob("*.md")), path_of)
-def test_every_name_of_the_reference_is_in_its_example(page: Path) -> None:
-    example = "\n".join(blocks(page, ""))
-    names = [path.rsplit(".", 1)[1] for path in REFERENCE.findall(read(page)) if path not in FOLDERS]
-    assert names
-    assert not [name for name in names if not re.search(rf"\b{name}\b", example)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,30 +107,20 @@ def test_a_named_executor_says_so_in_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("executor", "of_hopper", "block", "D"),
+    ("named", "of_hopper", "D"),
     [
-        (bs.TritonExecutor(), sparse_attention_hopper, 64, 16),
-        (bs.Int8Executor(False), int8_attention_hopper, 64, 64),
+        (pipeline(bs.TritonExecutor(), 64), sparse_attention_hopper, 16),
+        (pipeline(bs.Int8Executor(False), 64), int8_attention_hopper, 64),
+        (bs.s2o(S=64, block=64), gather_attention_hopper, 64),
     ],
 )
 def test_the_portable_kernel_runs_instead_of_hoppers(
-    executor: bs.Executor[Any, Any], of_hopper: Any, block: int, D: int, monkeypatch: pytest.MonkeyPatch
+    named: bs.Pipeline[Any, Any, Any], of_hopper: Any, D: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, k, v = inputs(block, D)
-    want = pipeline(executor, block)(q, k, v)
-    on_hopper(monkeypatch)
-    planted = plant(monkeypatch, of_hopper)
-    for _ in range(2):
-        assert torch.equal(pipeline(executor, block)(q, k, v), want)
-    assert planted.tried == 1
-
-
-def test_the_portable_gather_kernel_runs_instead_of_hoppers(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = bs.s2o(S=64, block=64)
-    q, k, v = inputs(64, 64)
+    q, k, v = inputs(64, D)
     want = named(q, k, v)
     on_hopper(monkeypatch)
-    planted = plant(monkeypatch, gather_attention_hopper)
+    planted = plant(monkeypatch, of_hopper)
     for _ in range(2):
         assert torch.equal(named(q, k, v), want)
     assert planted.tried == 1

@@ -411,8 +411,6 @@ def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("bnch", "'bnch' | demo"),
-        ("tune /nowhere --out plan.json", "must be a folder that a transformers model was saved in | /nowhere"),
         ("tune model --strategy best", "--strategy | 'best' | 'kl', 'sparge'"),
         ("build --for-wheel /nowhere", "'--for-wheel' | folder of the package's source | /nowhere"),
     ],

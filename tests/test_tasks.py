@@ -180,23 +180,6 @@ def test_a_report_without_tasks_has_the_rest() -> None:
     assert text.endswith("| `s2o` | 0.1 | 0.100 | 0.2000 | 9.00 | 1.0 |\n")
 
 
-def test_a_plan_is_compared_by_blocks_and_by_time() -> None:
-    rows = [
-        row("one", "", 0.2, 0.1),
-        row("one", "", 0.4, 0.025),
-        row("other", "", 0.1, 0.9),
-        row("plan", "p", 0.2, 0.05),
-    ]
-    for cost, least in {"density": 0.08**0.5, "attention_ms": 8**0.5}.items():
-        found = not_none(saving(rows, rows[-1], cost))
-        preset, there, saved = found
-        assert preset == "one"
-        assert there == pytest.approx(least)
-        assert saved == pytest.approx(1 - rows[-1][cost] / least)
-    rows[-1]["attention_ms"] = None
-    assert saving(rows, rows[-1], "attention_ms") is None
-
-
 def test_every_preset_is_there_at_three_settings_with_and_without_a_band() -> None:
     names = [method.preset for method in methods(64, 128)]
     plain = [name for name in names if " | " not in name]

@@ -124,22 +124,34 @@ def test_a_number_for_all_heads(mass: float, device: str) -> None:
     assert torch.equal(one, other)
 
 
+def assert_global_top_cdf(values: Tensor, forced: Tensor | None, mass: Tensor, grid: bs.Grid) -> None:
+    for crossing in (True, False):
+        assert_same(global_top_cdf, values, forced, mass, grid, crossing=crossing)
+
+
+each_rule = pytest.mark.parametrize("assert_right", [assert_top_cdf, assert_global_top_cdf])
+
+
 @slow
+@pytest.mark.usefixtures("several_tiles")
+@each_rule
 @pytest.mark.parametrize("sharpness", [0.0, 1e-7, 30.0])
-def test_ties_and_rounding(sharpness: float, device: str) -> None:
-    """Equal blocks are taken by column, and targets that sums meet exactly are met."""
+def test_ties_and_rounding(sharpness: float, assert_right: Any, device: str) -> None:
+    """Equal blocks are taken by place, over all tiles, and targets that sums meet exactly are met."""
     grid = make_grid("wide", device)
     values = a_mass(grid, sharpness, device)
     for mass in (0.5, 0.9999999):
-        assert_top_cdf(values, None, shares(mass, device), grid)
-    assert_top_cdf(values.mul(64).round(), values > values.mean(), shares(0.75, device), grid)
+        assert_right(values, None, shares(mass, device), grid)
+    assert_right(values.mul(64).round(), values > values.mean(), shares(0.75, device), grid)
 
 
 @slow
+@pytest.mark.usefixtures("several_tiles")
+@each_rule
 @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1e30])
-def test_any_magnitude(scale: float, device: str) -> None:
+def test_any_magnitude(scale: float, assert_right: Any, device: str) -> None:
     grid = make_grid("in order", device)
-    assert_top_cdf(a_mass(grid, 2.0, device).double().mul(scale).float(), None, shares(0.8, device), grid)
+    assert_right(a_mass(grid, 2.0, device).double().mul(scale).float(), None, shares(0.8, device), grid)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,35 +228,12 @@ def test_global_top_cdf(kind: str, device: str) -> None:
 
 @slow
 @pytest.mark.usefixtures("several_tiles")
-@pytest.mark.parametrize("sharpness", [0.0, 1e-7])
-def test_global_ties_and_rounding(sharpness: float, device: str) -> None:
-    """Equal blocks are taken by place, over all tiles, and targets that sums meet exactly are met."""
-    grid = make_grid("wide", device)
-    values = a_mass(grid, sharpness, device)
-    assert_same(global_top_cdf, values, None, shares(0.5, device), grid, crossing=True)
-    assert_same(global_top_cdf, values, None, shares(0.9999999, device), grid, crossing=False)
-    rounded, above = values.mul(64).round(), values > values.mean()
-    assert_same(global_top_cdf, rounded, above, shares(0.75, device), grid, crossing=True)
-
-
-@slow
-@pytest.mark.usefixtures("several_tiles")
-@pytest.mark.parametrize("scale", [1e-44, 1e30])
-def test_global_mass_of_any_magnitude(scale: float, device: str) -> None:
-    grid = make_grid("in order", device)
-    values = a_mass(grid, 2.0, device).double().mul(scale).float()
-    assert_same(global_top_cdf, values, None, shares(0.8, device), grid, crossing=False)
-
-
-@slow
-@pytest.mark.usefixtures("several_tiles")
 def test_global_bad_numbers_and_what_is_out_of_reach(device: str) -> None:
     grid = make_grid("chunk", device)
     values = a_mass(grid, 2.0, device).masked_fill(~grid.visible, 7.0)
     values[:, 0], values[:, 1, 0], values[:, 1, 1, 0] = 0.0, float("nan"), -1.0
     values[:, 2, :, 0] = float("inf")
-    for crossing in (True, False):
-        assert_same(global_top_cdf, values, None, shares([0.6, 0.9, 1.0], device), grid, crossing=crossing)
+    assert_global_top_cdf(values, None, shares([0.6, 0.9, 1.0], device), grid)
 
 
 @pytest.mark.usefixtures("several_tiles")

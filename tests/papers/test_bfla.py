@@ -136,22 +136,6 @@ def test_scores_are_the_best_pair_of_groups(g: int, N: int, M: int, causal: bool
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-def test_scores_known_by_hand() -> None:
-    """Two blocks of two groups of two tokens, head dim 1, scale 1."""
-    q = torch.tensor([1.0, 0, 0, 1, 1, 1, 2, -1]).view(1, 1, 8, 1)
-    k = torch.tensor([1.0, 1, -1, 1, 0, 1, 1, 0]).view(1, 1, 8, 1)
-    # Row 1 holds the groups (1, 1) and (2, -1). Column 0 holds (1, 1) and (-1, 1): products 2, 0, 1, -3.
-    # Column 1 holds (0, 1) and (1, 0): products 1, 1, -1, 2.
-    want = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    torch.testing.assert_close(score(FlattenMaxPoolScorer(4, 2), q, k)[0, 0], want)
-    # With one group a block, the sums are 1 + 1 - 2 - 1 and 0 + 1 + 2 + 0.
-    want = torch.tensor([-1.0, 3.0]).softmax(0)
-    torch.testing.assert_close(score(FlattenMaxPoolScorer(4, 4), q, k)[0, 0, 1], want)
-    torch.testing.assert_close(
-        score(FlattenMaxPoolScorer(4, 4, per_token=True), q, k)[0, 0, 1], torch.tensor([-0.25, 0.75]).softmax(0)
-    )
-
-
 @pytest.mark.parametrize("M", [264, 224, 3])
 def test_groups_without_a_token_never_win(M: int) -> None:
     """All products are negative: a group of zeros would be the best of its block, and is in the released code."""

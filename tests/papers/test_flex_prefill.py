@@ -287,27 +287,6 @@ def test_a_diagonal_at_every_offset_is_covered(M: int) -> None:
     assert float(pairs[40].float().mean()) < 0.7
 
 
-def test_a_diagonal_in_blocks() -> None:
-    """In blocks of 16, distance 24 crosses the first and second diagonal of blocks; 32 keeps to the second."""
-    slash = torch.zeros(2, 96)
-    slash[0, 24] = slash[1, 32] = 1.0
-    scores = lines(96, slash=slash)
-    # `VerticalSlashCdf` takes bands as wide as a block: distances 16 to 31, and 32 to 47.
-    mask = VerticalSlashCdf(0.9)(scores)
-    assert [kept(mask, row) for row in range(6)] == [
-        [0],
-        [0, 1],
-        [0, 1, 2],
-        [0, 1, 2, 3],
-        [0, 2, 3, 4],
-        [0, 3, 4, 5],
-    ]
-    assert [kept(mask, row, 1) for row in range(6)] == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 2, 4], [0, 2, 3, 5]]
-    at = scores.blocks_at(scores.slash > 0) & scores.grid.visible
-    assert [at[0, 0, row].nonzero().flatten().tolist() for row in range(4)] == [[], [0], [0, 1], [1, 2]]
-    assert [at[0, 1, row].nonzero().flatten().tolist() for row in range(4)] == [[], [], [0], [1]]
-
-
 def test_distances_go_both_ways_when_not_causal() -> None:
     slash = torch.zeros(1, 64)
     slash[0, 16] = 1.0

@@ -116,20 +116,6 @@ def test_ties_go_to_the_lower_position(prefix: int | None) -> None:
         assert index[0, 0, 3, 16:].tolist() == list(range(48 if prefix is None else prefix))
 
 
-def test_equal_scores_among_others() -> None:
-    """A tie at the last place that fits goes to the lower position."""
-    k = torch.tensor([1.0, 2, 1, 3, 1, 2, 1, 0, 0, 0, 0, 0]).view(1, 1, 12, 1)
-    q = torch.ones(1, 1, 12, 1)
-    full = key_map(GlobalIndexMap(4), q, k)
-    assert full.shape == (1, 1, 3, 12)
-    assert full[0, 0, 0].tolist() == [0, 1, 2, 3, *[-1] * 8]
-    assert full[0, 0, 1].tolist() == [4, 5, 6, 7, 3, 1, 0, 2, *[-1] * 4]
-    assert full[0, 0, 2].tolist() == [8, 9, 10, 11, 3, 1, 5, 0, 2, 4, 6, 7]
-    head = key_map(GlobalIndexMap(4, prefix=5), q, k)
-    assert head[0, 0, 1].tolist() == [4, 5, 6, 7, 3, 1, 0, 2, -1]
-    assert head[0, 0, 2].tolist() == [8, 9, 10, 11, 3, 1, 5, 0, 2]
-
-
 @pytest.mark.parametrize(("N", "M"), CHUNKS)
 def test_a_coarse_map_holds_the_same_keys_up_to_a_step(N: int, M: int) -> None:
     """Own keys as ever, then as many of the prefix, and none is further from its place than a step of scores.

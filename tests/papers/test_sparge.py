@@ -277,19 +277,6 @@ def test_shares_are_the_softmax_over_similar_blocks(gap: float) -> None:
     assert kept.tolist() == [[True, True, False, False]] * 4  # .867; .984 with the next
 
 
-def test_one_threshold_per_query_head() -> None:
-    q, k, v = make_qkv(Hq=4, Hkv=2, N=256, D=16)
-    reference = bs.ReferenceExecutor()
-    each = sparge([0.3, 0.5, 0.7, 0.9], [-1.0, 0.4, 0.5, 1.0], block=32, k_block=16, executor=reference).trace(
-        q, k, v
-    )
-    for head, (tau, theta) in enumerate(zip((0.3, 0.5, 0.7, 0.9), (-1.0, 0.4, 0.5, 1.0), strict=True)):
-        alone = sparge(tau, theta, block=32, k_block=16, executor=reference).trace(q, k, v)
-        assert torch.equal(each.mask.keep[:, head], alone.mask.keep[:, head])
-    with pytest.raises(ValueError, match=r"one entry per query head \(4\): 3"):
-        sparge(theta=[0.1, 0.2, 0.3], executor=reference)(q, k, v)
-
-
 def test_smoothed_keys_see_the_whole_call() -> None:
     q, k, _ = make_qkv(N=256, D=16)
     k = k + 2.0
@@ -316,20 +303,6 @@ def test_a_short_last_block_is_judged_by_its_tokens() -> None:
         assert scores.forced is not None
         assert bool((scores.forced[:, :, -1] == as_released).all())
         assert not bool(scores.forced[:, :, :-1].any())
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_topk_counts_similar_blocks_alone(causal: bool) -> None:
-    """Blocks that are not similar come on top of it, as they come on top of a mass."""
-    q, k, v = make_qkv(N=512, D=16)
-    pipeline = sparge(share=0.25, theta=0.5, block=32, k_block=16, smooth_k=False, executor=bs.ReferenceExecutor())
-    trace = pipeline.trace(q, k, v, causal=causal)
-    forced, visible = trace.scores.forced, trace.mask.grid.visible
-    assert forced is not None
-    free = visible & ~forced
-    chosen = (trace.mask.keep & free).sum(-1)
-    assert bool((chosen >= (0.25 * visible.sum(-1)).ceil().minimum(free.sum(-1))).all())
-    assert 0.1 < float(forced.float().mean()) < 0.9
 
 
 def test_sink() -> None:

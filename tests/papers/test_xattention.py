@@ -199,20 +199,6 @@ def test_aligned_lengths_and_one_token_either_side(N: int) -> None:
         assert bool((later[..., 1] > 0.9 * later.sum(-1)).all())
 
 
-def test_patterns_by_hand() -> None:
-    q = torch.tensor([[[[1.0], [2.0]]]])
-    k = torch.tensor([[[[3.0], [5.0], [0.0], [0.0]]]])
-    for pattern, logit in (
-        ("antidiagonal", (2 * 3 + 1 * 5) / 2),
-        ("slash", (1 * 3 + 2 * 5) / 2),
-        ("sum", 1.5 * 4),
-    ):
-        scorer = AntidiagonalScorer(2, block=2, pattern=pattern)  # type: ignore[arg-type]
-        mass = scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.1, causal=False)).values
-        first = 1 / (1 + math.exp(-0.1 * logit))
-        torch.testing.assert_close(mass, torch.tensor([[[[first, 1 - first]]]]))
-
-
 @pytest.mark.parametrize("M", [129, 100])
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 def test_rows_at_a_time_do_not_change_scores(
@@ -245,6 +231,8 @@ def test_forced_blocks_are_counted_by_xattention_and_not_by_a_union() -> None:
     ).trace(q, k, v)
     assert torch.equal(counted.scores.values, united.scores.values)
     assert united.scores.forced is None
+    not_causal = bs.AttentionSpec(scale=0.25, causal=False)
+    assert AntidiagonalScorer(4, block=16)(q, k, bs.GlobalPermutation(), not_causal).forced is None
     forced = (counted.mask.grid.diagonal | counted.mask.grid.holding_first(1)).expand_as(counted.mask.keep)
     assert torch.equal(counted.scores.forced.expand_as(forced), forced)  # type: ignore[union-attr]
     assert bool((forced <= counted.mask.keep).all())
