@@ -9,16 +9,17 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from blocksparse.check.validators import a
+from blocksparse.check.validators import a, flag, optional
 from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.executor import Executor
+from blocksparse.execute.mean_correction import MeanCorrectionExecutor
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
 from blocksparse.pipeline import Pipeline
 from blocksparse.score.scorer import BlockScores, Scorer
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.selector import Selector
 
-_permuter = a(Permuter)
+_permuter, _executor = a(Permuter), optional(a(Executor))
 _PLAIN = frozenset({int, float, bool, str, type(None), AutoExecutor})
 ScoresT = TypeVar("ScoresT", bound=BlockScores)
 Made = TypeVar("Made")
@@ -39,13 +40,23 @@ def preset(
     scorer: Scorer[GlobalPermutation, ScoresT],
     selector: Selector[ScoresT, BlockMask],
     executor: BlockExecutor | None,
+    *,
+    mean_correction: bool = False,
 ) -> Preset[ScoresT]:
-    """The pipeline of these stages: without an order tokens stay in place, and `AutoExecutor()` is the default."""
+    """The pipeline of these stages: without an order tokens stay in place, and `AutoExecutor()` is the default.
+
+    Args:
+        mean_correction: let dropped blocks contribute their means, as in `MeanCorrectionExecutor`.
+    """
+    flag.check(mean_correction=mean_correction)
+    if mean_correction:
+        _executor.check(executor=executor)
     if order is None:
         order = Identity()
     else:
         _permuter.check(order=order)
-    return Pipeline(order, scorer, selector, AutoExecutor() if executor is None else executor)
+    attend = AutoExecutor() if executor is None else executor
+    return Pipeline(order, scorer, selector, MeanCorrectionExecutor(attend) if mean_correction else attend)
 
 
 def kept(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:

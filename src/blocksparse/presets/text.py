@@ -8,7 +8,6 @@ from torch import Tensor
 
 from blocksparse.check.per_head import share
 from blocksparse.check.validators import (
-    a,
     block_size,
     count,
     flag,
@@ -19,10 +18,8 @@ from blocksparse.check.validators import (
     size,
     whole,
 )
-from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.executor import Executor
 from blocksparse.execute.gather import GatherExecutor
-from blocksparse.execute.mean_correction import MeanCorrectionExecutor
 from blocksparse.execute.skip_softmax import SkipSoftmaxExecutor
 from blocksparse.layers.schedule import Schedule
 from blocksparse.order.content_orders import GlobalIndexMap, SegmentKeySort
@@ -489,18 +486,11 @@ def flash_prefill(
     block_size.check(block=block)
     size.check(sink=sink, window=window)
     optional(size).check(last=last)
-    flag.check(mean_correction=mean_correction)
-    optional(a(Executor)).check(executor=executor)
-    attend = AutoExecutor() if executor is None else executor
     kept: PositionSelector = Sink(sink) | Band(max(window - block, 0))
     if last is not None:
         kept = kept | LastQueries(last)
-    return preset(
-        Identity(),
-        QueryRowsScorer(block),
-        PeakShare(alpha) | kept,
-        MeanCorrectionExecutor(attend) if mean_correction else attend,
-    )
+    rule = PeakShare(alpha) | kept
+    return preset(Identity(), QueryRowsScorer(block), rule, executor, mean_correction=mean_correction)
 
 
 @kept

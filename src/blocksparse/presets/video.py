@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from blocksparse.check.per_head import share
 from blocksparse.check.per_head import share as a_share
-from blocksparse.check.validators import a, block_size, count, flag, multiple, optional, shown, size
-from blocksparse.execute.auto import AutoExecutor
-from blocksparse.execute.executor import Executor
-from blocksparse.execute.mean_correction import MeanCorrectionExecutor
+from blocksparse.check.validators import block_size, count, flag, multiple, optional, shown, size
 from blocksparse.order.content_orders import KMeansOrder
 from blocksparse.order.grid_orders import TileOrder
 from blocksparse.order.permutation import GlobalPermutation, Identity, Permuter
-from blocksparse.pipeline import Pipeline
 from blocksparse.presets.preset import BlockExecutor, Numbers, Preset, kept, preset
 from blocksparse.score.combined import SimilarityGatedScorer
 from blocksparse.score.pooled import MeanLogitScorer, MeanPoolScorer, Variance
@@ -147,16 +143,10 @@ def sol_attn(
         executor: `AutoExecutor()` if None.
     """
     count.check(text=text)
-    flag.check(mean_correction=mean_correction)
-    optional(a(Executor)).check(executor=executor)
-    attend = AutoExecutor() if executor is None else executor
     neighbours: PositionSelector = Band(1)  # a key at a distance of 1 is in the next block
-    return Pipeline(
-        Identity(),
-        MeanLogitScorer(block, variance=variance),
-        MeanStd(tau) | (neighbours | LastKeys(text) if text else neighbours),
-        MeanCorrectionExecutor(attend) if mean_correction else attend,
-    )
+    rule = MeanStd(tau) | (neighbours | LastKeys(text) if text else neighbours)
+    scorer = MeanLogitScorer(block, variance=variance)
+    return preset(Identity(), scorer, rule, executor, mean_correction=mean_correction)
 
 
 @kept

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import final
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline
+from blocksparse.tools.bench import repeated
 
 DENSE = "dense"  # the name of dense attention among those of candidates
 
@@ -88,12 +88,7 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
         marks[-1].synchronize()
         spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
         return float(statistics.median(spans[1:]))  # the host has no lead in the first one yet
-    times = []
-    for _ in range(2):
-        begin = time.perf_counter()
-        call()
-        times.append(1000 * (time.perf_counter() - begin))
-    return min(times)
+    return min(repeated(call, 2, device))
 
 
 @final
