@@ -271,14 +271,6 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
     assert rewritten(text, page) == text
 
 
-def test_every_table_of_speed_is_explained() -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.report import TABLES
-
-    index = (ROOT / "docs" / "evidence" / "index.md").read_text(encoding="utf-8")
-    assert not [table for table in TABLES if f"| `{table}` | " not in index]
-
-
 @each("page", EVIDENCE, path_of)
 def test_evidence_is_written_from_results(page: Path) -> None:
     """Each table is that of a file, which says its command, machine, date and versions."""

@@ -377,7 +377,6 @@ def test_graphs_take_none(device: str) -> None:
 
 
 N, BLOCK = 320, 16
-WRONG: Any = [0.5]  # no number of tokens
 WHOLE: dict[str, Any] = {"Hq": 4, "Hkv": 2, "N": N, "D": 16}
 
 
@@ -559,19 +558,6 @@ def test_the_union_of_auto_is_one_launch() -> None:
     causal = bs.auto().selector.causal  # type: ignore[attr-defined]
     assert isinstance(causal.second, bs.PositionSelector)
     assert causal.second.parts() == (AlwaysKept(near=128, last=128), ())
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: bs.Sequences.packed([3, 4], remaining=[1]), ValueError, r"an entry per sequence \(2\): 1"),
-        (lambda: bs.Sequences.packed([3], remaining=[-1]), ValueError, "'remaining' must not be below 0"),
-        (lambda: bs.Sequences.packed([3], remaining=WRONG), TypeError, "'remaining' must be a sequence of whole"),
-    ],
-)
-def test_wrong_numbers_are_refused(make: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
 
 
 def test_one_number_for_several_sequences_is_refused() -> None:

@@ -296,6 +296,13 @@ S: Any = bs.Sequences
             ValueError,
             "'spans' must not share queries",
         ),
+        (
+            lambda: S.packed([3, 4], remaining=[1]),
+            ValueError,
+            r"'remaining' .* an entry per sequence \(2\): 1",
+        ),
+        (lambda: S.packed([3], remaining=[-1]), ValueError, "'remaining' must not be below 0"),
+        (lambda: S.packed([3], remaining=[0.5]), TypeError, "'remaining' must be a sequence of whole"),
         (lambda: called(S.packed([100])), ValueError, "must sum to the tokens of q and k"),
         (
             lambda: called(S.packed([20, 30], [20, 30])),

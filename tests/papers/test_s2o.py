@@ -337,18 +337,6 @@ def test_a_band_takes_few_blocks() -> None:
             assert torch.equal(visited.sum(-1), (1 + within + needed).expand(2, 4, -1))
 
 
-def test_without_a_band_nothing_changes() -> None:
-    """A rule of position that keeps what opens a row in any case is no rule."""
-    q, k, v = make_qkv(**SIZES, N=187, M=150)
-    plain, none = (
-        bs.Pipeline(GlobalIndexMap(32), PrefixOrderScorer(16), selector, GatherExecutor(0.1)).trace(q, k, v)
-        for selector in (bs.Ranked(bs.TopCdf(0.9)), bs.Ranked(bs.TopCdf(0.9), first=bs.Band(0)))
-    )
-    assert torch.equal(plain.mask.keep, none.mask.keep)
-    assert torch.equal(plain.mask.rank, none.mask.rank)
-    assert torch.equal(plain.output.out, none.output.out)
-
-
 def assert_replayed(trace: AnyTrace) -> None:
     q, k, v = (x.double() for x in (trace.q, trace.k, trace.v))
     want = bs.ReferenceExecutor()(q, k, v, trace.visited, asked(trace.visited, trace.spec.scale))

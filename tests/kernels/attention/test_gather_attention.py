@@ -13,7 +13,6 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.execute.gather import GatherExecutor
 from blocksparse.kernels.attention.gather_attention import fits_hopper, gather_attention_reference
 from blocksparse.kernels.masks.arguments import RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
@@ -21,7 +20,7 @@ from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.presets.text import s2o
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import DTYPES, GPU, needs_hopper
-from tests.specs import asked, grid_of
+from tests.specs import grid_of
 
 pytest.importorskip("triton")
 from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton
@@ -200,16 +199,6 @@ def test_large_logits(device: str) -> None:
     """The running maximum keeps exponents in range, and the stop rule does not see it."""
     q, k, v = make_qkv(N=200, Hq=2, Hkv=1, D=64, device=device)
     assert_right(arguments(100 * q, k, v, block=32))
-
-
-def test_the_executor_takes_the_kernel_on_a_gpu_and_its_reference_elsewhere(device: str) -> None:
-    q, k, v = make_qkv(N=150, D=32, device=device)
-    trace = s2o(0.1, S=64, block=16).trace(q, k, v)
-    q, k, v = (x.double() for x in (q, k, v))
-    again = GatherExecutor(0.1)(q, k, v, trace.mask, asked(trace.mask, trace.spec.scale))
-    assert again.visited is not None
-    assert torch.equal(trace.visited.keep, again.visited.keep)
-    torch.testing.assert_close(trace.output.out.double(), again.out, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
