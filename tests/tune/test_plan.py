@@ -19,8 +19,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
 
+from transformers import DynamicCache
+
 import blocksparse as bs
 from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.presets.named import UpTo
 from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Try
 from blocksparse.tools.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
 from tests.hosts.small_models import small_model
@@ -101,6 +104,21 @@ def test_windows_hold_up_to_the_greatest_length_of_a_plan(
             attach(model, bs.Schedule(None, layers={1: tiny.pooled(0.8, 32).pipeline()}), min_tokens=1),
         ):
             assert torch.allclose(model(ids).logits, held, atol=1e-3) == (2 not in sparse)
+
+
+def test_a_chunk_of_a_longer_prompt_is_dense_too(model: Any) -> None:
+    """As far as the attachment is told how long the prompt is."""
+    window = Candidate("a_shape", {"local": 32, "sink": 16, "block": 16}).pipeline()
+    held = evolve(window, selector=UpTo(window.selector, 256))
+    for tokens, rest in ((256, window), (257, None)):
+        ids, told = torch.arange(tokens)[None] % tiny.VOCABULARY, list[Any]()
+        for pipeline in (held, rest):
+            with attach(model, bs.Schedule(pipeline), min_tokens=1, min_queries=1) as attachment:
+                cache = DynamicCache(config=model.config)
+                with torch.no_grad(), attachment.prompt(tokens):
+                    told.append([model(part, past_key_values=cache).logits for part in ids.split(80, dim=1)])
+        for one, other in zip(*told, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_which_candidates_have_a_fixed_budget() -> None:

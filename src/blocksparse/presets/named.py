@@ -161,7 +161,7 @@ class TuneError(UserError, ValueError):
 @final
 @frozen(repr=False, cache_hash=True)
 class UpTo(Selector[ScoresT_contra, BlockMask]):
-    """Keep what `rule` keeps in calls of at most `tokens` keys, and every block in longer calls."""
+    """Keep what `rule` keeps in prompts of at most `tokens` keys, and every block in chunks of longer ones."""
 
     rule: Selector[ScoresT_contra, BlockMask] = field(validator=a(Selector))
     tokens: int = field(converter=whole, validator=size)
@@ -172,10 +172,15 @@ class UpTo(Selector[ScoresT_contra, BlockMask]):
     traits = SelectorTraits(reads_values=False)
 
     def __call__(self, scores: ScoresT_contra) -> BlockMask:
-        return self.rule(scores) if scores.grid.k_len <= self.tokens else Everything().on(scores.grid)
+        return self.rule(scores) if scores.grid.prompt_keys <= self.tokens else Everything().on(scores.grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return self.tokens < N or self.rule.keeps_everything(M, N, causal=causal)
+
+    @property
+    def prompt_tail(self) -> int | None:
+        tail = super().prompt_tail
+        return None if tail is None else max(tail, self.tokens)  # with that many more, every prompt is longer
 
 
 def has_fixed_budget(selector: Selector[Any, Any]) -> bool:
