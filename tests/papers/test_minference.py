@@ -185,12 +185,16 @@ def test_a_shape_and_tri_shape_by_hand() -> None:
 
 def test_last_queries() -> None:
     q, k, v = make_qkv(M=40, N=83, D=16)
-    for causal, rows in ((True, [False, False, True, True]), (False, [False, True, True])):
-        keep = bs.Pipeline(bs.Identity(), bs.NoScorer(B16), LastQueries(19), reference).trace(
+    for tokens, causal, rows in (
+        (19, True, [False, False, True, True]),
+        (20, True, [False, True, True, True]),  # of the second row its last query
+        (19, False, [False, True, True]),
+    ):
+        keep = bs.Pipeline(bs.Identity(), bs.NoScorer(B16), LastQueries(tokens), reference).trace(
             q, k, v, causal=causal
         )
         visible = keep.mask.grid.visible.expand_as(keep.mask.keep)
         assert (keep.mask.keep == visible).all(-1)[0, 0].tolist() == rows
-    # Rows lie on the grid of the prompt, and the last 19 queries begin at 64: on tiles of 4, the last five rows.
-    fine = bs.Pipeline(bs.Identity(), bs.NoScorer(B16), bs.OnTiles(LastQueries(19), 4), reference).trace(q, k, v)
-    assert int((fine.mask.keep == fine.mask.grid.visible).all(-1)[0, 0].sum()) == 5
+    # Rows lie on the grid of the prompt, and the last 20 queries begin at 63: on tiles of 4, the last six rows.
+    fine = bs.Pipeline(bs.Identity(), bs.NoScorer(B16), bs.OnTiles(LastQueries(20), 4), reference).trace(q, k, v)
+    assert int((fine.mask.keep == fine.mask.grid.visible).all(-1)[0, 0].sum()) == 6
