@@ -175,7 +175,7 @@ def differentiates(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether PyTorch records operations on these tensors for a backward pass, or tracks tangents."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
-    return any(map(has_tangent, (q, k, v)))
+    return has_tangent(q, k, v)
 
 
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -184,7 +184,7 @@ def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError("blocksparse computes no gradients. Call it under torch.no_grad(), or detach q, k and v.")
     if torch.compiler.is_compiling():
         return
-    if any(map(has_tangent, (q, k, v))):
+    if has_tangent(q, k, v):
         raise ValueError("blocksparse computes no forward-mode gradients. Detach q, k and v.")
 
 

@@ -79,9 +79,9 @@ def under_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def has_tangent(x: Tensor) -> bool:
-    """Whether forward-mode differentiation follows a tensor. Without it this asks no tensor, which is slow."""
-    return under_forward_mode() and forward_ad.unpack_dual(x).tangent is not None
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether forward-mode differentiation follows one of these. Without it this asks no tensor, which is slow."""
+    return under_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def under_a_function_mode() -> bool:
