@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from importlib.util import find_spec
 from typing import final
 
@@ -15,6 +16,7 @@ from blocksparse.check.validators import flag, one_of, size, whole
 from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.execute.launched import OpaqueExecutor, execute_op, first_launched, listed, never_launched
 from blocksparse.execute.triton import without_tensor_cores
+from blocksparse.grid import Grid
 from blocksparse.kernels.attention.gather_attention import gather_attention, kernels_for
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.masks.arguments import RankedLists, StopRule
@@ -102,13 +104,14 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
             kernels, of, attend, lambda: self.check(q, k, v, mask, spec, out, hint=_HINT)
         )
 
-        def visited() -> BlockMask:
-            return BlockMask(listed(blocks, lists.index, grid.cols), grid)
-
-        return AttentionOutput(result, lse, visited).written_to(out)
+        return AttentionOutput(result, lse, partial(_visited, blocks, lists.index, grid)).written_to(out)
 
     def _kernels(self, q: Tensor, v: Tensor, mask: RankedBlockMask) -> tuple[tuple[str, ...], Hashable]:
         """The kernels that take these inputs, the fastest first; and for what inputs."""
         grid = mask.grid
         of = "gather", q.device, q.dtype, q.shape[-1], v.shape[-1], grid.q_block, grid.k_block, self.commit
         return kernels_for(q, v, grid.q_block, grid.k_block, self.commit), of
+
+
+def _visited(blocks: Tensor, index: Tensor, grid: Grid) -> BlockMask:
+    return BlockMask(listed(blocks, index, grid.cols), grid)

@@ -36,12 +36,13 @@ def add_mean_correction_triton(
     *,
     scale: float,
     softcap: float | None = None,
-    tiles: TritonTiles,
+    tiles: TritonTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels; arguments as in `add_mean_correction`.
 
     `tiles.block_m` divides `kept.grid.q_block`, and `tiles.block_n` 64.
     """
+    assert tiles is not None  # or plain torch would run
     keep, grid, q_index, key_slots, k_block = kept.keep, kept.grid, kept.q_index, kept.key_slots, kept.grid.k_block
     q, k, v, out, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out, lse))
     (B, Hq, M, D), (N, Dv) = q.shape, v.shape[2:]
