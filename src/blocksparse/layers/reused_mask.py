@@ -103,7 +103,7 @@ class MaskCache:
 
         Args:
             call: equal for calls that may share a choice. Layers with one chooser share each of them.
-            asked: what else a choice depends on. Where it changes, the chooser chooses anew.
+            asked: what else a choice depends on. Where it changes, the chooser chooses again.
         """
         turn = self._calls[self._prompt, layer, chooser, call]
         self._calls[self._prompt, layer, chooser, call] += 1
