@@ -7,6 +7,8 @@ itself is in `test_checks.py`, for an executor in every order and with chunks, w
 from __future__ import annotations
 
 import inspect
+import itertools
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -191,6 +193,43 @@ def test_plain_torch_scores_shuffled_tokens_as_kernels_do(
     got, want = scorer(q, k, order, spec), scorer(q.double(), k.double(), order, spec)
     seen = got.grid.visible.expand_as(got.values)
     torch.testing.assert_close(got.values[seen].double(), want.values[seen].double(), rtol=1e-4, atol=1e-5)
+
+
+@each_scorer
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_scored_in_fp32(scorer: bs.Scorer[Any, Any], dtype: torch.dtype, device: str) -> None:
+    """Nothing on the way is rounded to it: products here are some hundreds."""
+    if "pattern='sum'" in repr(scorer) or isinstance(scorer, bs.QueryRowsScorer):
+        pytest.skip("rounds means of cells: tests/papers/test_xattention.py")
+    q, k, _ = (10 * x for x in make_qkv(**SIZES, dtype=dtype, device=device))
+    spec = bs.AttentionSpec(scale=0.01)
+    got, want = (scorer(*qk, bs.GlobalPermutation(), spec) for qk in ((q, k), (q.float(), k.float())))
+    torch.testing.assert_close(got.values, want.values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("held", [1, 5000])
+@each("stage", (*stages.PERMUTERS, *stages.SCORERS), stages.name)
+def test_what_is_held_at_a_time_changes_nothing(stage: Any, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all does not fit at once, stages compute one row after the other, or a few, here in plain torch."""
+    (q, k, _), random = make_qkv(**SIZES, M=75, dtype=torch.float64), bs.Random([0.1, 0.2, 0.3, 0.4])
+    orders = (bs.Identity(), bs.SegmentKeySort(32)) if isinstance(stage, bs.Scorer) else (stage,)
+    scorer = stage if isinstance(stage, bs.Scorer) else bs.NoScorer(16)
+    for order, causal in itertools.product(orders, (True, isinstance(stage, stages.CAUSAL_ONLY))):
+        spec = bs.AttentionSpec(scale=0.25, causal=causal)
+
+        def chosen(order: Any = order, spec: bs.AttentionSpec = spec) -> tuple[Any, ...]:
+            permutation = order(q, k, spec)
+            scores = scorer(q, k, permutation, spec)
+            return permutation.k_index, permutation.q_index, random(scores).keep, scores.values
+
+        *whole, values = chosen()
+        with monkeypatch.context() as little:
+            for module in [x for name, x in sys.modules.items() if name.startswith("blocksparse.")]:
+                for name in {"_WORKSPACE", "_CPU_WORKSPACE", "_CPU_ROWS", "_SCORES_AT_ONCE"} & vars(module).keys():
+                    little.setattr(module, name, held)
+            *parts, its_values = chosen()
+        assert all(one is other or torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+        torch.testing.assert_close(its_values, values)
 
 
 @each_scorer

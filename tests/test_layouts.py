@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.testing import every_preset, make_qkv
+from blocksparse.testing import make_qkv
 from tests import stages
 from tests.layouts import LAYOUTS
 from tests.meaning import assert_same_bits
-from tests.on_kernels import pretend_gpu, small_preset
+from tests.on_kernels import pretend_gpu
 from tests.specs import asked, grid_of
 
 # One for each way in which a kernel may take a wrong step: along a row, from row to row, from head to head.
@@ -145,23 +145,6 @@ def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, dev
     assert torch.equal(got.keep, want.keep)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_on_kernels")
-@in_torch_and_kernels
-@pytest.mark.parametrize("layout", THREE)
-@each_executor
-def test_masks(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
-    """Chosen blocks and ranks that lie in any way."""
-    q, k, v = make_qkv(**SIZES | {"N": 50}, M=40, device=device)
-    grid = grid_of(q, k, 16)
-    keep = LAYOUTS[layout]((torch.rand(2, 2, grid.rows, grid.cols) < 0.5).to(device)) & grid.visible
-    keep = LAYOUTS[layout](keep)
-    rank = LAYOUTS[layout](torch.rand(2, 2, grid.rows, grid.cols).argsort(-1).int().to(device))
-    masks = [bs.RankedBlockMask(x, grid, y) for x, y in ((keep, rank), contiguous(keep, rank))]
-    got, want = (executor(q, k, v, mask, asked(mask, 0.25)) for mask in masks)
-    assert_same_bits(got, want)
-
-
 @pytest.mark.parametrize("offset", [0, 1, 4, 8])
 def test_masks_join_from_any_place_in_memory(offset: int, device: str) -> None:
     """Rows of whole eights, which are joined as numbers of 64 bits, from memory that begins at an odd place."""
@@ -171,20 +154,3 @@ def test_masks_join_from_any_place_in_memory(offset: int, device: str) -> None:
     mine, its = (bs.BlockMask(x[offset:].view(1, 2, 8, 8), grid) for x in memory)
     assert torch.equal((mine | its).keep, mine.keep | its.keep)
     assert torch.equal((mine & its).keep, mine.keep & its.keep)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_on_kernels")
-@pytest.mark.parametrize(
-    "name",
-    ["pbs_attn", "sparge", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bfla", "s2o", "flex_prefill"))],
-)
-def test_presets(name: str, device: str) -> None:
-    """q, k and v in three different layouts a call, each layout in each place."""
-    pipeline, layouts = small_preset(name), list(LAYOUTS.values())
-    turn = list(every_preset).index(name)
-    q, k, v = make_qkv(B=2, Hq=2, Hkv=2, N=36, D=16, device=device)
-    q, k, v = (layouts[(5 * i + turn) % len(layouts)](x) for i, x in enumerate((q, k, v)))
-    got, want = pipeline.trace(q, k, v), pipeline.trace(*contiguous(q, k, v))
-    assert torch.equal(got.mask.keep, want.mask.keep)
-    assert_same_bits(got.output, want.output)

@@ -77,17 +77,6 @@ def assert_same_trace(got: AnyTrace, want: AnyTrace) -> None:
 # ---- autocast
 
 
-@each_preset
-def test_presets_are_the_same_under_autocast(preset: Callable[..., AnyPipeline], device: str) -> None:
-    pipeline = on_the_reference(preset)
-    for dtype, autocast in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
-        q, k, v = make_qkv(N=200, D=32, dtype=dtype, device=device)
-        want, out = pipeline.trace(q, k, v), pipeline(q, k, v)
-        with torch.autocast(device, autocast):
-            assert_same_trace(pipeline.trace(q, k, v), want)
-            assert torch.equal(pipeline(q, k, v), out)
-
-
 @pytest.mark.parametrize(
     ("dtype", "autocast"),
     [

@@ -14,7 +14,6 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.kernels.common.sizes import HeadMask
-from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.pipeline_core import EVERYTHING
 from blocksparse.select.selector import Selector
 from blocksparse.testing import every_preset, make_qkv
@@ -62,10 +61,6 @@ def test_top_cdf_counts_forced_blocks_first() -> None:
     assert kept(bs.TopCdf(0.6)(plain)) == [0, 1]
     assert kept(bs.TopCdf(0.1)(forced)) == [2]
     assert kept(bs.TopCdf(0.1, crossing=False)(forced)) == [0, 2]  # and the heaviest scored block (SpargeAttn)
-
-
-def test_top_cdf_target_is_a_share_of_the_rows_total() -> None:
-    assert kept(bs.TopCdf(0.75)(mass(8.0, 4.0, 3.0, 1.0))) == [0, 1]
 
 
 def test_ties_go_to_the_lower_column() -> None:
@@ -216,13 +211,6 @@ def test_band_covers_both_sides_when_not_causal() -> None:
     assert [kept(bs.Band(1)(scores), row) for row in range(4)] == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
 
 
-def test_first_token_follows_the_permutation() -> None:
-    q = torch.zeros(1, 1, 64, 8)
-    k_index = torch.arange(64).roll(20).view(1, 1, 1, 64).int()  # token 0 now stands in slot 20
-    moved = grid_of(q, q, B16, permutation=bs.GlobalPermutation(k_index), causal=False)
-    assert kept(bs.Sink(1)(bs.BlockScores(torch.zeros(1, 1, 4, 4), moved))) == [1]
-
-
 def test_shared_by_group_is_the_union() -> None:
     values = torch.eye(4).view(1, 4, 1, 4).expand(1, 4, 4, 4)
     mask = bs.SharedByGroup(bs.TopCdf(0.5))(bs.BlockMass(values, grid(4, heads=4, kv_heads=2)))
@@ -248,17 +236,6 @@ def test_refine_keeps_the_same_pairs(start: int, n: int) -> None:
         assert fine.keep.shape[2:] == (fine.grid.rows, fine.grid.cols)
 
 
-def test_segment_key_sort_sorts_inside_segments() -> None:
-    """Keys that the last queries prefer come first in their segment; the tail stays."""
-    k = torch.zeros(1, 1, 10, 4)
-    k[0, 0, :, 0] = torch.tensor([0.0, 3, 1, 2, 9, 7, 8, 6, 5, 4])
-    q = torch.zeros(1, 1, 10, 4)
-    q[..., 0] = 1
-    order = bs.SegmentKeySort(4, last_q=1)(q, k, bs.AttentionSpec(scale=1.0)).k_index
-    assert order is not None
-    assert order.flatten().tolist() == [1, 3, 2, 0, 4, 6, 5, 7, 8, 9]
-
-
 def test_a_causal_last_q_does_not_vote_on_the_future() -> None:
     k = torch.zeros(1, 1, 4, 1)
     k[0, 0, 3] = 5.0
@@ -268,15 +245,6 @@ def test_a_causal_last_q_does_not_vote_on_the_future() -> None:
         causal._importance(q, k, bs.AttentionSpec(scale=1.0)),
         causal._importance(q, k, bs.AttentionSpec(scale=1.0, causal=False)),
     )
-
-
-def test_one_order_per_kv_head_or_per_query_head() -> None:
-    q, k, _ = make_qkv(N=64)
-    for per_query_head, heads in ((False, 2), (True, 4)):
-        index = bs.SegmentKeySort(16, per_query_head=per_query_head)(q, k, bs.AttentionSpec(scale=1.0)).k_index
-        assert index is not None
-        assert index.shape == (1, heads, 1, 64)
-        assert index.dtype == torch.int32
 
 
 def test_permutation_round_trip() -> None:
@@ -290,20 +258,6 @@ def test_permutation_round_trip() -> None:
     in_place = bs.GlobalPermutation()
     assert in_place.gather_keys(x) is x
     assert in_place.restore(x) is x
-
-
-def test_mean_pool_takes_the_tokens_that_are_there() -> None:
-    x = torch.arange(10.0).view(1, 1, 10, 1)
-    assert block_mean(x, 4).flatten().tolist() == [1.5, 5.5, 8.5]
-    assert block_mean(x, 4, lead=3).flatten().tolist() == [0.0, 2.5, 6.5, 9.0]
-    assert block_mean(x, 4, padded_tail=True).flatten().tolist() == [1.5, 5.5, 4.25]
-
-
-def test_density_counts_tokens_of_a_tail() -> None:
-    """Three blocks of 16, 16 and 8 tokens; dense visits 16*16 + 16*32 + 8*40 pairs."""
-    q, k, v = make_qkv(N=40)
-    trace = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.Band(0), bs.ReferenceExecutor()).trace(q, k, v)
-    assert float(trace.density()[0, 0]) == pytest.approx((16 * 16 * 2 + 8 * 8) / (16 * 16 + 16 * 32 + 8 * 40))
 
 
 @pytest.mark.parametrize("heads", [4, 2], ids=["query heads", "KV heads"])
@@ -469,24 +423,6 @@ PRESETS = pytest.mark.parametrize("preset", every_preset.values(), ids=every_pre
 
 
 @PRESETS
-def test_calls_leave_nothing_behind(preset: Any, device: str) -> None:
-    """Neither an earlier call with other sizes nor, on a GPU, another stream changes what a call gives."""
-    pipeline = preset(executor=bs.ReferenceExecutor())
-    q, k, v = make_qkv(N=300, D=32, device=device)
-    first = pipeline(q, k, v)
-    pipeline(*make_qkv(B=2, Hq=6, Hkv=3, N=700, D=16, seed=1, device=device))
-    preset(executor=bs.ReferenceExecutor())(*make_qkv(N=129, D=64, device=device))
-    assert torch.equal(pipeline(q, k, v), first)
-    if device == "cuda":
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            beside = pipeline(q, k, v)
-        stream.synchronize()
-        assert torch.equal(beside, first)
-
-
-@PRESETS
 def test_density_is_the_same_count_everywhere(preset: Any, device: str) -> None:
     """Pairs in visited blocks over the pairs that dense attention visits, a tail by its tokens."""
     q, k, v = make_qkv(N=1000, D=32)
@@ -504,14 +440,3 @@ def test_density_is_the_same_count_everywhere(preset: Any, device: str) -> None:
         there = grid_of(q.to(device), k.to(device), grid.q_block, grid.k_block)
         moved = bs.BlockMask(trace.visited.keep.to(device), there)
         assert torch.equal(moved.density().cpu(), trace.visited.density())
-
-
-@pytest.mark.slow
-@PRESETS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_covers_the_same_mass(preset: Any, dtype: torch.dtype) -> None:
-    """Blocks at the boundary may flip; what they hold together may not."""
-    pipeline = preset(executor=bs.ReferenceExecutor())
-    q, k, v = make_qkv(N=1000, D=64, dtype=dtype)
-    low, full = pipeline.trace(q, k, v), pipeline.trace(q.float(), k.float(), v.float())
-    assert float((low.covered_mass() - full.covered_mass()).abs().max()) < 0.02

@@ -288,25 +288,6 @@ def test_every_preset_attends_in_a_model_as_when_called(preset: Callable[..., An
     assert recorder.sparse_calls() == {1: 1}
 
 
-@each_preset
-def test_every_preset_generates(preset: Callable[..., AnyPipeline]) -> None:
-    """Prefill is sparse and says the first token, padding or not; decoding is dense."""
-    model, ids, recorder = make("llama"), tokens(300, batch=2), DensityRecorder()
-    padded = torch.ones_like(ids)
-    padded[0, :17] = 0
-    with attached(model, recorder, small(preset)):
-        first = model(ids).logits[:, -1].argmax(-1)
-        recorder.clear()
-        answer = generate(model, ids, attention_mask=torch.ones_like(ids))
-        assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
-        assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
-        assert torch.equal(answer[:, 300], first)
-        recorder.clear()
-        assert torch.equal(generate(model, ids, attention_mask=padded)[1], answer[1])
-        assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 2)
-        assert recorder.dense_calls() == {layer: Counter(decode=5) for layer in range(LAYERS)}
-
-
 # ---- everything else is dense and exact
 
 

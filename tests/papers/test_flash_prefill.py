@@ -45,19 +45,3 @@ def test_the_last_queries_are_dense() -> None:
 def test_the_mean_correction_of_its_second_version() -> None:
     pipeline, exact = (bs.flash_prefill(0.95, block=8, mean_correction=x) for x in (True, False))
     assert pipeline.executor == bs.MeanCorrectionExecutor(exact.executor)
-
-
-def test_half_precision_streams_over_rows() -> None:
-    """What is held at a time does not grow with the number of rows, and changes nothing."""
-    from blocksparse.kernels.score import strided_mass
-
-    q, k = (torch.randn(1, 2, 300, 16, generator=torch.Generator().manual_seed(i)).half() for i in (0, 1))
-    spec = bs.AttentionSpec(scale=0.25)
-    whole = bs.QueryRowsScorer(16)(q, k, bs.GlobalPermutation(), spec).values
-    room, strided_mass._WORKSPACE = strided_mass._WORKSPACE, 1
-    try:
-        row_by_row = bs.QueryRowsScorer(16)(q, k, bs.GlobalPermutation(), spec).values
-    finally:
-        strided_mass._WORKSPACE = room
-    torch.testing.assert_close(row_by_row, whole)
-    torch.testing.assert_close(whole.sum(-1), torch.ones_like(whole[..., 0]))

@@ -107,18 +107,6 @@ def test_lines_against_a_loop(
     torch.testing.assert_close(scores.slash.sum(-1), torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_lines_are_summed_in_fp32_or_better(dtype: torch.dtype) -> None:
-    q, k, _ = make_qkv(N=100, D=16, dtype=dtype)
-    scores, exact = (
-        VerticalSlashScorer(B16)(x, y, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
-        for x, y in ((q, k), (q.double(), k.double()))
-    )
-    assert scores.vertical.dtype == torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(scores.vertical.double(), exact.vertical, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(scores.slash.double(), exact.slash, rtol=1e-4, atol=1e-7)
-
-
 @pytest.mark.parametrize("M", [83, 60])
 def test_values_are_those_of_mean_pooling(M: int) -> None:
     q, k, v = make_qkv(M=M, N=83, D=16)
@@ -275,49 +263,12 @@ def lines(
     )
 
 
-@pytest.mark.parametrize("M", [83, 60])
-def test_a_diagonal_at_every_offset_is_covered(M: int) -> None:
-    """Head `d` has all its mass at distance `d`: every pair at that distance is kept, and little else."""
-    N, each = 83, torch.arange(83)
-    scores = lines(N, slash=torch.eye(N), M=M)
-    pairs = kept_pairs(VerticalSlashCdf(0.9)(scores))[0]
-    distance = (each[N - M :, None] - each).expand(N, -1, -1)
-    wanted = distance == each.view(-1, 1, 1)
-    assert bool((wanted <= pairs).all())
-    assert float(pairs[40].float().mean()) < 0.7
-
-
 def test_distances_go_both_ways_when_not_causal() -> None:
     slash = torch.zeros(1, 64)
     slash[0, 16] = 1.0
     scores = lines(64, slash=slash, causal=False)
     at = scores.blocks_at(scores.slash > 0)[0, 0]
     assert torch.equal(at, torch.eye(4).roll(1, 1).bool().triu(1) | torch.eye(4).roll(-1, 1).bool().tril(-1))
-
-
-def scattered(N: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Forty heavy keys, here and there, that every query looks at."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, H, N, 16, generator=generator) * 0.1 for H in (4, 2, 2))
-    k[:, :, torch.randperm(N, generator=generator)[:40], 0] += 9.0
-    q[..., 0] += 3.0
-    return q, k, v
-
-
-@pytest.mark.parametrize("permuter", [bs.Identity(), bs.SegmentKeySort(128, last_q=32)], ids=["placed", "sorted"])
-@pytest.mark.parametrize("M", [1000, 300])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("gamma", [0.5, 0.95])
-def test_coverage_of_scattered_columns(
-    permuter: bs.Permuter[bs.GlobalPermutation], M: int, causal: bool, gamma: float
-) -> None:
-    q, k, v = scattered(1000)
-    scorer, selector = VerticalSlashScorer(32), VerticalSlashCdf(gamma)
-    trace = bs.Pipeline(permuter, scorer, selector, bs.ReferenceExecutor()).trace(
-        q[:, :, -M:], k, v, causal=causal
-    )
-    assert bool((covered_by_last_queries(trace, 32) >= gamma - 1e-6).all())
-    assert gamma > 0.9 or float(trace.density().mean()) < 0.9
 
 
 def test_budgets_and_forced_blocks() -> None:

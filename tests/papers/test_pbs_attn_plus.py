@@ -9,21 +9,12 @@ from tests.specs import not_none
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.order import content_orders as segment_query_sort
 from blocksparse.order.content_orders import SegmentQuerySort
 from blocksparse.presets.text import pbs_attn_plus
 from blocksparse.testing import make_qkv, masked_attention
 
 STRUCTURED = ("pbs_02_n2048_d128", "xattn_01_n2048_d64_s8")
 REFERENCE = bs.ReferenceExecutor()
-
-
-@pytest.mark.parametrize("N", [64, 50])
-def test_one_segment_is_dense(N: int) -> None:
-    q, k, v = make_qkv(N=N, D=16)
-    trace = pbs_attn_plus(0.1, block=16, S=64, executor=REFERENCE).trace(q, k, v)
-    dense = masked_attention(q, k, v, torch.ones(N, N, dtype=torch.bool).tril(), trace.spec.scale)
-    torch.testing.assert_close(trace.output.out, dense)
 
 
 def test_own_segment_and_first_token_come_on_top_of_the_threshold() -> None:
@@ -42,14 +33,6 @@ def test_own_segment_and_first_token_come_on_top_of_the_threshold() -> None:
     assert float(share.min()) >= 0.5 - 1e-6
     lightest = values.where(selected, float("inf")).amin(-1)[:, :, 2:] / cells[2:]
     assert float((share - lightest).max()) < 0.5 + 1e-6
-
-
-def test_threshold_one_keeps_everything_and_heads_may_differ() -> None:
-    q, k, v = make_qkv(N=300, D=16)
-    trace = pbs_attn_plus([1, 1, 0.3, 0.3], stride=4, block=16, S=32, executor=REFERENCE).trace(q, k, v)
-    visible = trace.mask.grid.visible.expand_as(trace.mask.keep)
-    assert torch.equal(trace.mask.keep[:, :2], visible[:, :2])
-    assert int(trace.mask.keep[:, 2:].sum()) < 0.7 * int(visible[:, 2:].sum())
 
 
 @pytest.mark.parametrize("name", STRUCTURED)
@@ -140,19 +123,6 @@ def test_query_sort_does_not_depend_on_chunks(start: int) -> None:
     assert torch.equal(chunk[:, :, above - start :] + start, whole[:, :, above:])
     if first is not None:
         assert torch.equal(first[:, :, :below], whole[:, :, :below])
-
-
-def test_query_sort_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sort in SORTS:
-        q, k, _ = make_qkv(B=2, N=129, M=100, D=16)
-        whole = [sort(q, k, bs.AttentionSpec(scale=0.25, causal=causal)).q_index for causal in (True, False)]
-        for workspace in (1, 2**11):
-            monkeypatch.setattr(segment_query_sort, "_WORKSPACE", workspace)
-            for causal, want in zip((True, False), whole, strict=True):
-                got = not_none(sort(q, k, bs.AttentionSpec(scale=0.25, causal=causal)).q_index)
-                assert want is not None
-                assert torch.equal(got, want)
-        monkeypatch.undo()
 
 
 def test_query_sort_refuses() -> None:

@@ -17,7 +17,7 @@ from blocksparse.execute.gather import GatherExecutor
 from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.presets.text import s2o
 from blocksparse.score.pooled import PrefixOrderScorer
-from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
+from blocksparse.testing import assert_within_budget, make_qkv
 
 AnyTrace = bs.Trace[Any, Any, Any]
 SIZES: dict[str, Any] = {"B": 2, "Hq": 4, "Hkv": 2, "D": 16}
@@ -91,18 +91,6 @@ def test_keys_that_stand_together(N: int, M: int, near: int) -> None:
             ordered = [t for t in coarse[b, h, g, S + together :].tolist() if t >= 0]
             assert len(set(ordered)) == len(ordered)
             assert all(t < start - near for t in ordered)
-
-
-@pytest.mark.parametrize("at_once", [1, 3000])
-def test_key_map_does_not_depend_on_how_many_segments_are_scored_at_once(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, _ = make_qkv(**SIZES, N=200, M=150)
-    for prefix, near in ((None, 0), (50, 0), (None, 70), (50, 33)):
-        want = key_map(GlobalIndexMap(16, prefix=prefix, near=near), q, k)
-        with monkeypatch.context() as few:
-            few.setattr("blocksparse.order.content_orders._SCORES_AT_ONCE", at_once)
-            assert torch.equal(key_map(GlobalIndexMap(16, prefix=prefix, near=near), q, k), want)
 
 
 @pytest.mark.parametrize("prefix", [None, 10])
@@ -196,19 +184,6 @@ def test_chunks_of_whole_segments_choose_alike(start: int, prefix: int | None, c
     assert torch.equal(second.visited.keep, whole.visited.keep[:, :, rows:])
     assert torch.equal(first.output.out, whole.output.out[:, :, :start])
     assert torch.equal(second.output.out, whole.output.out[:, :, start:])
-
-
-@pytest.mark.parametrize(("N", "M"), CHUNKS)
-@pytest.mark.parametrize("block", [16, 32])
-def test_never_stopping_is_dense(block: int, N: int, M: int) -> None:
-    q, k, v = make_qkv(**SIZES, N=N, M=M, dtype=torch.float64)
-    want = masked_attention(q, k, v, torch.ones(M, N, dtype=torch.bool).tril(N - M), 0.25)
-    for tau, band in ((0.0, 0), (0, 0), ([0.0] * 4, 0), (0.0, 16), (0.0, 50), (0.0, 1000)):
-        trace = s2o(tau, S=32, block=block, band=band).trace(q, k, v)
-        assert torch.equal(trace.visited.keep, trace.mask.keep)
-        torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
-    replayed = bs.ReferenceExecutor()(q, k, v, trace.mask, asked(trace.mask, trace.spec.scale))
-    torch.testing.assert_close(trace.output.lse, replayed.lse, rtol=0, atol=1e-12)
 
 
 def slow_stop(trace: AnyTrace, executor: GatherExecutor) -> tuple[Tensor, float]:

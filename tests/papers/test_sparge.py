@@ -164,23 +164,6 @@ def test_self_similarity_is_the_mean_pairwise_cosine(N: int, lead: int, dtype: t
     torch.testing.assert_close(got.double(), pairwise(x, 16, lead), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("lead", [0, 7])
-def test_pieces_of_the_workspace_make_no_difference(monkeypatch: Any, centred: bool, lead: int) -> None:
-    x = make_qkv(B=2, Hq=2, N=150, D=8)[0]
-    whole = block_similarity(x, 16, lead=lead, centred=centred)
-    monkeypatch.setattr(block_mean, "_WORKSPACE", 3 * 16 * 2 * 2 * 8)
-    torch.testing.assert_close(block_similarity(x, 16, lead=lead, centred=centred), whole)
-
-
-def test_self_similarity_by_hand() -> None:
-    same, two_directions, opposite = [[3.0, 0.0]] * 2, [[1.0, 0.0], [0.0, 5.0]], [[1.0, 0.0], [-2.0, 0.0]]
-    x = torch.tensor([*same, *two_directions, *opposite]).view(1, 1, 6, 2)
-    assert block_similarity(x, 2).flatten().tolist() == [1.0, 0.5, 0.0]
-    shifted = x + torch.tensor([10.0, -4.0])
-    torch.testing.assert_close(block_similarity(shifted, 2, centred=True), block_similarity(x, 2, centred=True))
-
-
 def gate(inner: bs.Scorer[bs.GlobalPermutation, bs.BlockMass], theta: Any, **fields: Any) -> SimilarityGatedScorer:
     return SimilarityGatedScorer(inner, theta, **fields)
 

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.papers.golden_cases import assert_same_output, cases, differing, load
+from tests.papers.golden_cases import cases, differing, load
 from tests.papers.golden_inputs import Golden
-from tests.specs import asked
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.kernels.score import strided_mass
 from blocksparse.presets.text import xattention
 from blocksparse.score.strided import AntidiagonalScorer
 from blocksparse.testing import make_qkv
@@ -77,17 +75,6 @@ def test_xattention_where_the_released_code_loses_history() -> None:
     assert float(trace.scores.values[:, :, 8:, :8].sum()) > 50
     assert differing(trace.mask, right, against="mask_documented").tolist() == []
     assert differing(trace.mask, case).tolist() != []
-
-
-@pytest.mark.parametrize("name", [name for name in XATTENTION if "out" in load(name).arrays])
-def test_golden_outputs_are_attention_over_their_mask(name: str) -> None:
-    """Their outputs lie on their mask, not on ours, so the mask is given."""
-    case = load(name)
-    trace = run(case, as_released=True)
-    grid = trace.mask.grid
-    mask = bs.BlockMask(torch.from_numpy(case.arrays["mask"]) & grid.visible, grid)
-    out = bs.ReferenceExecutor()(case.q, case.k, case.v, mask, asked(mask, trace.spec.scale)).out
-    assert_same_output(out, case)
 
 
 def by_loops(
@@ -199,23 +186,6 @@ def test_aligned_lengths_and_one_token_either_side(N: int) -> None:
         assert bool((later[..., 1] > 0.9 * later.sum(-1)).all())
 
 
-@pytest.mark.parametrize("M", [129, 100])
-@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
-def test_rows_at_a_time_do_not_change_scores(
-    scorer: AntidiagonalScorer, M: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, _ = make_qkv(B=2, N=129, M=M, D=16)
-    permutation = bs.SegmentKeySort(32, last_q=8)(q, k, bs.AttentionSpec(scale=0.25))
-    for order in (permutation, bs.GlobalPermutation()):
-        whole = scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values
-        monkeypatch.setattr(strided_mass, "_CPU_ROWS", 1)
-        for workspace in (1, 2**15, 2**17):  # one row, and a few rows
-            monkeypatch.setattr(strided_mass, "_CPU_WORKSPACE", workspace)
-            monkeypatch.setattr(strided_mass, "_WORKSPACE", workspace)
-            torch.testing.assert_close(scorer(q, k, order, bs.AttentionSpec(scale=0.25)).values, whole)
-        monkeypatch.undo()
-
-
 def test_forced_blocks_are_counted_by_xattention_and_not_by_a_union() -> None:
     """The same scores: what is forced fills part of the target here, and comes on top of it there."""
     q, k, v = make_qkv(N=256, D=16)
@@ -244,19 +214,6 @@ def test_forced_blocks_are_counted_by_xattention_and_not_by_a_union() -> None:
     held, total = (values * keep).sum(-1), values.sum(-1)
     assert bool((held >= 0.5 * total - 1e-6).all())
     assert bool((held - lightest < 0.5 * total + 1e-6).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_scored_in_fp32(dtype: torch.dtype) -> None:
-    q, k, _ = make_qkv(N=83, D=16, dtype=dtype)
-    q, k = 20 * q, 20 * k  # sums of a cell would leave fp16
-    scorer = AntidiagonalScorer(16, block=16)
-    got = scorer(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1 / 1600)).values
-    want = scorer(q.double(), k.double(), bs.GlobalPermutation(), bs.AttentionSpec(scale=1 / 1600)).values
-    assert got.dtype == torch.float32
-    assert float((q.float() @ k.float().repeat_interleave(2, 1).mT).max()) * 16 > 65504
-    # The filler of the short tail cell is rounded to the precision of its tokens.
-    torch.testing.assert_close(got[:, :, :5].double(), want[:, :, :5], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "gain"), [(torch.float16, 3), (torch.bfloat16, 1), (torch.bfloat16, 3)])
