@@ -22,7 +22,6 @@ from blocksparse.execute.flex import uncompiled_because
 from blocksparse.kernels.attention import cpu_attention
 from blocksparse.kernels.common import tiles
 from blocksparse.kernels.common.tiles import HopperTiles, TritonTiles, tuned, tuned_int8
-from blocksparse.kernels.gemm import products as flash_on_cpu
 from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.testing import check_executor, make_qkv
 from tests import stages
@@ -242,11 +241,7 @@ def test_cpu_takes_values_of_another_width_and_one_query(width: int) -> None:
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("Hkv", [1, 2, 4])
 @pytest.mark.parametrize("tokens_first", [True, False])
-def test_cpu_joins_rows_to_no_other_result(Hkv: int, tokens_first: bool) -> None:
-    """Heads that keep the same blocks attend together, with neighbouring rows if few share a KV head.
-
-    Here some rows keep the same, and some keep less; the last rows lack neighbours.
-    """
+def test_cpu_takes_rows_and_heads_that_keep_less_than_others(Hkv: int, tokens_first: bool) -> None:
     q, k, v = make_qkv(Hkv=Hkv, N=700, D=16)
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
@@ -292,69 +287,6 @@ def test_cpu_says_what_runs() -> None:
     assert "float64" in bs.CpuExecutor().runs_by(q.double(), k.double(), v.double())
 
 
-@pytest.fixture
-def bf16_units(without_kernel: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """A CPU with matrix units for bf16, by its own word; a list of what the flash kernel was then given."""
-    given: list[torch.dtype] = []
-    flash = flash_on_cpu.flash_on_cpu
-
-    def noted(q: Tensor, *rest: Any, **options: Any) -> Any:
-        given.append(q.dtype)
-        return flash(q, *rest, **options)
-
-    monkeypatch.setattr(flash_on_cpu, "_has_matrix_units", lambda: True)
-    monkeypatch.setattr("blocksparse.execute.cpu.flash_on_cpu", noted)
-    return given
-
-
-@pytest.mark.slow
-def test_units_for_bf16_are_used(bf16_units: list[torch.dtype]) -> None:
-    """With the error of dense attention in bf16, for prompts, chunks, windows and keys that are NaN."""
-    check_executor(bs.CpuExecutor(), dtype=torch.bfloat16, head_dim=16, block=16)
-    assert set(bf16_units) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_units_for_bf16_change_no_other_dtype(dtype: torch.dtype, bf16_units: list[torch.dtype]) -> None:
-    q, k, v = make_qkv(N=70, D=16, dtype=dtype)
-    bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())(q, k, v)
-    assert set(bf16_units) == {torch.promote_types(dtype, torch.float32)}
-
-
-@pytest.mark.usefixtures("bf16_units")
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("softcap", [None, 30.0])
-def test_units_for_bf16_and_other_head_dims(softcap: float | None, causal: bool) -> None:
-    for Dv in (8, 16, 24):
-        q, k, v = make_qkv(N=200, M=130, D=16, Dv=Dv, dtype=torch.bfloat16)
-        cpu = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
-        trace = cpu.trace(q, k, v, causal=causal, softcap=softcap)
-        out = cpu(q, k, v, causal=causal, softcap=softcap)
-        plain = bs.ReferenceExecutor()(q, k, v, trace.mask, trace.spec).out
-        torch.testing.assert_close(out, plain, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_without_such_units_half_precision_becomes_fp32(
-    dtype: torch.dtype, bf16_units: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flash_on_cpu, "_has_matrix_units", lambda: False)
-    q, k, v = make_qkv(N=70, D=16, dtype=dtype)
-    bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())(q, k, v)
-    assert set(bf16_units) == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("there", "capability", "has"), [(True, "AVX512", True), (True, "AVX2", False), (False, "AVX512", False)]
-)
-def test_which_cpus_have_units_for_bf16(
-    there: bool, capability: str, has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": there})
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
-    assert flash_on_cpu._has_matrix_units.__wrapped__() is has
-
-
 @pytest.mark.parametrize(
     "executor", [bs.CpuExecutor(), bs.ReferenceExecutor(), bs.TritonExecutor()], ids=stages.name
 )
@@ -379,21 +311,17 @@ def test_the_cpu_hides_no_key_that_is_not_finite(causal: bool, N: int, block: in
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(("N", "block", "at"), [(65, 64, 64), (40, 8, 8), (1, 1, 0), (70, 16, 69)])
-def test_nor_do_its_units_for_bf16(N: int, block: int, at: int, bad: float, bf16_units: list[torch.dtype]) -> None:
+@pytest.mark.usefixtures("either_way")
+def test_nor_does_it_in_bf16(N: int, block: int, at: int, bad: float) -> None:
     for causal in (True, False):
         check_bad_key(*make_qkv(N=N, D=8, dtype=torch.bfloat16), block, at, causal, bad)
-    assert set(bf16_units) <= {torch.bfloat16}
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("units", [True, False])
 @pytest.mark.parametrize("q_all", [None, 1e19])
 @pytest.mark.parametrize("N", [1, 16, 64, 70])
-def test_a_logit_of_infinity_is_no_row_of_zeros(
-    N: int, q_all: float | None, units: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In bf16, too, where the flash kernel gives such a logit the weight 0; also if all inputs are finite."""
-    monkeypatch.setattr(flash_on_cpu, "_has_matrix_units", lambda: units)
+def test_a_logit_of_infinity_is_no_row_of_zeros(N: int, q_all: float | None) -> None:
+    """In bf16, too, where PyTorch's flash kernel gives it the weight 0; also if all inputs are finite."""
     q, k, v = make_qkv(N=N, D=16, dtype=torch.bfloat16)
     if q_all is None:
         k[:, :, 0, 0], q[:, :, -1, 0] = float("inf"), 1.0
@@ -451,8 +379,8 @@ def test_a_cpu_without_compiler_takes_any_scale(scale: float, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
-def test_a_cpu_without_compiler_merges_large_logits(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a row are merged by their lse, which fp32 would round; small rows keep their bits."""
+def test_a_cpu_without_compiler_rounds_no_large_logits(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed in float64, since fp32 would round them; small rows keep their bits."""
     monkeypatch.setattr("blocksparse.execute.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
     q, k, v = make_qkv(N=300, D=16)
     q[..., 0], k[..., 0] = 1.0, size

@@ -125,7 +125,7 @@ class AutoExecutor(Executor[GlobalPermutation, BlockMask]):
             with 32 heads of dim 128, or 14K tokens with 4 heads. In fp32 the default is 6e10, estimated from its
             lower rate. Other GPUs use the same numbers until they are measured: `python -m benchmarks.run
             crossover`. On a CPU None is never dense. The break-even length of a CPU depends on its cores and the
-            dtype (docs/evidence/cpu.md has two examples), and `blocksparse bench` measures it.
+            dtype, and `blocksparse bench` measures it.
 
     Raises:
         TypeError, ValueError: `dense_below` is not a number of operations.

@@ -19,7 +19,7 @@ from blocksparse.execute.auto import AutoExecutor
 from blocksparse.execute.cpu import takes_dense
 from blocksparse.grid import Grid
 from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
-from blocksparse.kernels.gemm.products import LARGE_LSE, rounds_fp32
+from blocksparse.kernels.gemm.products import rounds_fp32
 from blocksparse.launch.launch_graph import refuse_capture
 from blocksparse.launch.torch_modes import without_autocast
 from blocksparse.order.permutation import GlobalPermutation
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # `_by_rows` holds the weights of so many queries at a time: about as many numbers as its copy of the keys.
 _ROWS = 128
+# The lse up to which fp32 holds it to 3e-5. Beyond, parts of a row are merged in float64.
+_LARGE_LSE = 1024.0
 _BLOCK = 128  # tokens of the blocks of attention that PyTorch has no kernel for
 
 
@@ -153,7 +155,7 @@ def _chunk_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     share = torch.sigmoid(lse_before - lse_own).unsqueeze(-1)
     merged: Tensor = torch.lerp(own.to(share.dtype), before.to(share.dtype), share).to(q.dtype)
     size = torch.maximum(lse_before, lse_own).abs()
-    large = (size > LARGE_LSE) & (size < float("inf"))
+    large = (size > _LARGE_LSE) & (size < float("inf"))
     if size.dtype != torch.float64 and bool(large.any()):
         wide = _chunk_on_a_cpu(q.double(), k.double(), v.double(), scale).to(q.dtype)
         merged = torch.where(large.unsqueeze(-1), wide, merged)

@@ -125,7 +125,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
         queries = pad(permutation.gather_queries(q), (0, 0, lead, 0))
         keys, values = permutation.gather_keys_and_values(k, v)
         if q.device.type == "cpu":
-            # FlexAttention's CPU kernel is a third faster in fp32 than in half precision (docs/evidence/cpu.md).
+            # FlexAttention's CPU kernel is a third faster in fp32 than in half precision.
             queries, keys, values = queries.float(), keys.float(), values.float()
             # Under this head dim, Inductor's kernel for CPUs writes whole pairs of vectors where a block's keys
             # fill half of one, over its own buffers (torch 2.13, AVX2: blocks of 8 keys). Zeros add nothing to a

@@ -52,7 +52,7 @@ inline vec tanh_(vec x) {
   return x == x ? e : x;
 }
 
-// `cpu_attention.py` fills the same fields in the same order. Strides count entries; heads of masks and maps divide
+// `structure` of `compiled.py` reads the fields. Strides count entries; heads of masks and maps divide
 // q_heads, or are 1; the last axis of q, k, v, out and of maps is innermost.
 struct Call {
   int64_t batch, q_heads, kv_heads, queries, keys, dim, v_dim;

@@ -16,7 +16,6 @@ widened to fp32, and so is fp16 on all. All sums and the softmax are in fp32.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 from pathlib import Path
@@ -26,7 +25,7 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED
-from blocksparse.kernels.common.compiled import Loaded, load, parallel, python_calls, steps
+from blocksparse.kernels.common.compiled import Call, Loaded, load, python_calls, steps, team
 from blocksparse.kernels.common.sizes import empty_as
 from blocksparse.kernels.masks.arguments import LogitChange, RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
@@ -72,12 +71,8 @@ def cpu_attention(
             out are cleared.
         out: where the output is written, with its last axis innermost. If None, it lies in memory as `empty_as` has it.
     """
-    call = _Call()
-    call.skip = skip or 0.0
-    call.taken = 0 if taken is None else taken.data_ptr()
-    _set_positions(call, positions, kept.q_block, kept.k_block, kept.keep.shape[2:])
-    call.keep_heads, call.keep_step, call.keep = kept.keep.shape[1], steps(kept.keep, 4), kept.keep.data_ptr()
-    call.map_of_row = 0 if positions.group_of_row is None else positions.group_of_row.data_ptr()
+    call = _call_of(positions, kept.q_block, kept.k_block, *kept.keep.shape[2:])
+    call.set(keep=kept.keep, keep_heads=kept.keep.shape[1], keep_step=steps(kept.keep, 4), skip=skip, taken=taken)
     return _attend(call, q, k, v, scale, positions.causal, positions.window, change, out)
 
 
@@ -98,9 +93,8 @@ def dense_cpu_attention(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention by the CPU kernel; when causal, queries are the last M of the N tokens."""
-    call = _Call()
-    call.q_block = call.k_block = 128
-    call.rows, call.cols = -(-q.shape[2] // 128), -(-k.shape[2] // 128)
+    call, rows, cols = Call(SOURCE, "Call"), -(-q.shape[2] // 128), -(-k.shape[2] // 128)
+    call.set(q_block=128, k_block=128, rows=rows, cols=cols)
     return _attend(call, q, k, v, scale, causal, window, change, out)
 
 
@@ -108,15 +102,11 @@ def cpu_gather_attention(
     q: Tensor, k: Tensor, v: Tensor, lists: RankedLists, positions: TokenPositions, rule: StopRule, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gather_attention` by the CPU kernel: rows visit blocks in the order of `lists`, and stop by `rule`."""
-    call = _Call()
     index, opened, count = (x.contiguous() for x in (lists.index, lists.opened, lists.count))
-    tau = rule.tau.float().contiguous()
     visited = torch.empty_like(count)
-    _set_positions(call, positions, lists.q_block, lists.k_block, index.shape[2:])
-    call.map_of_row = 0 if positions.group_of_row is None else positions.group_of_row.data_ptr()
-    call.order, call.opened, call.count = index.data_ptr(), opened.data_ptr(), count.data_ptr()
-    call.tau, call.visited = tau.data_ptr(), visited.data_ptr()
-    call.patience, call.commit, call.mean = rule.patience, rule.commit, rule.mean
+    call = _call_of(positions, lists.q_block, lists.k_block, *index.shape[2:])
+    call.set(order=index, opened=opened, count=count, tau=rule.tau.float().contiguous(), visited=visited)
+    call.set(patience=rule.patience, commit=rule.commit, mean=rule.mean)
     out, lse = _attend(call, q, k, v, scale, positions.causal, positions.window, UNCHANGED, None)
     return out, lse, visited
 
@@ -160,29 +150,22 @@ def cpu_products() -> str:
     return "fp32" if library is None else ("fp32", "AVX-512 BF16", "AMX")[library.blocksparse_bf16()]
 
 
-class _Call(ctypes.Structure):
-    """The struct `Call` of the source, field by field; what is not set is 0 or null."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in (
-            "batch", "q_heads", "kv_heads", "queries", "keys", "dim", "v_dim", "q_block", "k_block", "rows", "cols",
-            "lead", "offset", "causal", "window", "type", "threads",
-        )),
-        *((name, ctypes.c_int64 * 3) for name in ("q_step", "k_step", "v_step", "out_step")),
-        ("keep_heads", ctypes.c_int64), ("keep_step", ctypes.c_int64 * 4),
-        ("q_at_heads", ctypes.c_int64), ("q_at_step", ctypes.c_int64 * 2),
-        ("k_at_heads", ctypes.c_int64), ("k_at_step", ctypes.c_int64 * 3),
-        *((name, ctypes.c_int64) for name in ("patience", "commit", "mean")),
-        *((name, ctypes.c_double) for name in ("scale", "softcap", "skip")),
-        *((name, ctypes.c_void_p) for name in (
-            "q", "k", "v", "out", "lse", "keep", "q_at", "k_at", "map_of_row", "sinks", "order", "opened", "count", "tau",
-            "visited", "taken", "parallel", "release", "acquire", "signals",
-        )),
-    ]  # fmt: skip
+def _call_of(positions: TokenPositions, q_block: int, k_block: int, rows: int, cols: int) -> Call:
+    """A call for blocks of tokens at these positions."""
+    call, q_at, k_at = Call(SOURCE, "Call"), positions.q_position, positions.k_position
+    # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
+    q_block = q_block if rows > 1 else min(q_block, q_at.shape[-1])
+    k_block = k_block if cols > 1 else min(k_block, k_at.shape[-1])
+    call.set(rows=rows, cols=cols, q_block=q_block, k_block=k_block, lead=positions.q_lead, q_at=q_at, k_at=k_at)
+    call.set(
+        q_at_heads=q_at.shape[1], q_at_step=steps(q_at, 2), k_at_heads=k_at.shape[1], k_at_step=steps(k_at, 3)
+    )
+    call.set(map_of_row=positions.group_of_row)
+    return call
 
 
 def _attend(
-    call: _Call,
+    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -206,40 +189,11 @@ def _attend(
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     q, k, v = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (q, k, v))
     sinks = None if change.sinks is None else change.sinks.float().contiguous()
-    call.batch, call.q_heads, call.kv_heads, call.queries, call.keys, call.dim, call.v_dim = (
-        B,
-        Hq,
-        Hkv,
-        M,
-        N,
-        D,
-        Dv,
-    )
-    call.causal, call.window, call.type = causal, window or 0, _TYPES[q.dtype]
-    call.offset = N - M if causal else 0
-    call.threads = torch.get_num_threads()
-    call.q_step, call.k_step, call.v_step, call.out_step = (steps(x, 3) for x in (q, k, v, out))
-    call.scale, call.softcap = scale, change.softcap or 0.0
-    call.q, call.k, call.v, call.out, call.lse = (x.data_ptr() for x in (q, k, v, out, lse))
-    call.sinks = 0 if sinks is None else sinks.data_ptr()
-    call.parallel = parallel()
-    call.release, call.acquire, call.signals = python_calls()
+    call.set(batch=B, q_heads=Hq, kv_heads=Hkv, queries=M, keys=N, dim=D, v_dim=Dv, type=_TYPES[q.dtype])
+    call.set(causal=causal, window=window, offset=N - M if causal else 0, scale=scale, softcap=change.softcap)
+    call.set(q=q, k=k, v=v, out=out, lse=lse, sinks=sinks, signals=python_calls()[2], **team())
+    call.set(q_step=steps(q, 3), k_step=steps(k, 3), v_step=steps(v, 3), out_step=steps(out, 3))
     library = cpu_kernel().library
     assert library is not None, "ask cpu_kernel_refuses first"
-    # A handler of a signal that raised, as that of Ctrl-C does, has its exception raised here.
-    if library.blocksparse_attend(ctypes.byref(call)):
-        raise MemoryError(f"no memory for attention of {tuple(q.shape)} to {tuple(k.shape)}")
+    call.make(library, "attend", f"for attention of {tuple(q.shape)} to {tuple(k.shape)}")
     return out, lse
-
-
-def _set_positions(
-    call: _Call, positions: TokenPositions, q_block: int, k_block: int, blocks: tuple[int, ...]
-) -> None:
-    q_at, k_at = positions.q_position, positions.k_position
-    call.rows, call.cols = blocks
-    # A mask of one row, or of one column, has blocks that may be far longer than the prompt.
-    call.q_block = q_block if call.rows > 1 else min(q_block, q_at.shape[-1])
-    call.k_block = k_block if call.cols > 1 else min(k_block, k_at.shape[-1])
-    call.lead = positions.q_lead
-    call.q_at_heads, call.q_at_step, call.q_at = q_at.shape[1], steps(q_at, 2), q_at.data_ptr()
-    call.k_at_heads, call.k_at_step, call.k_at = k_at.shape[1], steps(k_at, 3), k_at.data_ptr()

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,8 +25,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from attrs import frozen
@@ -37,6 +39,58 @@ _PROCESS = os.getpid()  # that loaded this module, and may have started OpenMP's
 def steps(x: Tensor, axes: int) -> Any:
     """The strides of the first axes; 0 for an axis of one entry, which serves all."""
     return (ctypes.c_int64 * axes)(*(x.stride(i) if x.shape[i] > 1 else 0 for i in range(axes)))
+
+
+@functools.cache
+def structure(source: Path, name: str) -> type[ctypes.Structure]:
+    """The struct `name` of a file of kernels: numbers, arrays of them, addresses, and other structs of the file."""
+    text = re.sub("//.*", "", source.read_text(encoding="utf-8"))
+    (body,) = re.findall(rf"^struct {name} {{(.*?)^}};", text, re.MULTILINE | re.DOTALL)
+    fields: list[tuple[str, Any]] = []
+    for line in filter(None, map(str.strip, body.split(";"))):
+        kind, _, names = line.partition(" ")
+        if addresses := re.findall(r"\*\s?(\w+)", line):
+            fields += ((address, ctypes.c_void_p) for address in addresses)
+            continue
+        numbers = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
+        of: Any = numbers.get(kind) or structure(source, kind)
+        for field, size in re.findall(r"(\w+)(?:\[(\d+)\])?", names):
+            fields.append((field, of * int(size) if size else of))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+@final
+class Call:
+    """A call of a compiled kernel: a struct of its source, filled in by name. What is not set is 0 or null."""
+
+    def __init__(self, source: Path, name: str) -> None:
+        self.struct: Any = structure(source, name)()
+        self._held: list[Tensor] = []
+
+    def set(self, part: str = "", /, **values: Any) -> None:
+        """Set fields of the struct, or of its `part`. A tensor gives its address, and lives as long as the call."""
+        to = attrgetter(part)(self.struct) if part else self.struct
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self._held.append(value)
+                value = value.data_ptr()
+            setattr(to, name, 0 if value is None else value)
+
+    def make(self, library: Any, function: str, purpose: str) -> None:
+        """Call `function` of the library.
+
+        Raises:
+            MemoryError: there is no memory for its `purpose`.
+        """
+        # A handler of a signal that raised, as that of Ctrl-C does, has its exception raised here.
+        if getattr(library, f"blocksparse_{function}")(ctypes.byref(self.struct)):
+            raise MemoryError(f"no memory {purpose}")
+
+
+def team() -> dict[str, int | None]:
+    """The fields by which a call knows who works: how many threads, how they start, and Python's lock."""
+    release, acquire, _ = python_calls()
+    return {"threads": torch.get_num_threads(), "parallel": parallel(), "release": release, "acquire": acquire}
 
 
 def parallel() -> int | None:

@@ -14,7 +14,7 @@ constexpr int64_t kPanel = 64, kAtOnce = 48;  // columns of a panel, and rows th
 constexpr int64_t kLogits = 160 << 10;              // of the rows of last queries that are taken at a time, or those of 16
 constexpr float kToBase2 = 1.4426950408889634f;
 
-// Who works. Python fills the same fields of this and of all other structs in the same order.
+// Who works. `structure` of `compiled.py` reads the fields of this and of all other structs.
 struct Team {
   int64_t threads;
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel; null in a process that has forked

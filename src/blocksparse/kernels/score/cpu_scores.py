@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.common.compiled import load, parallel, python_calls, steps
+from blocksparse.kernels.common.compiled import Call, load, steps, team
 from blocksparse.kernels.common.sizes import ROOM, HeadMask, cdiv
 from blocksparse.kernels.gemm.products import StridedPooling, edge_means, fillers, strided_view
 from blocksparse.launch.torch_private import operations_are_noted
@@ -55,14 +55,11 @@ def strided_mass_on_cpu(
     q = strided_view(q, of.slots, of.q_lead, q_filler)  # [B, Hq, cells, slots, D]
     k = strided_view(k, of.slots, 0, k_filler)
     queries, keys = q.shape[2], k.shape[2]
-    call = _StridedMassCall()
-    held: list[Tensor | None] = [*call.tokens.set(q, k)]
+    call = _of_tokens("StridedMassCall", q, k)
     # A block far larger than the prompt is cut to one that holds all of its cells.
-    call.high, call.wide = min(of.high, max(first_cell + queries, ROOM)), min(of.wide, max(keys, ROOM))
-    call.empty, call.weight, call.flipped = first_cell % call.high, weight, flipped
-    call.rows, call.cols = cdiv(call.empty + queries, call.high), cdiv(keys, call.wide)
-    call.q_at_heads = call.k_at_heads = 1
-
+    high, wide = min(of.high, max(first_cell + queries, ROOM)), min(of.wide, max(keys, ROOM))
+    empty = first_cell % high
+    rows, cols = cdiv(empty + queries, high), cdiv(keys, wide)
     cell = torch.arange(first_cell, first_cell + queries, dtype=torch.int32, device=q.device)
     if of.causal:
         q_last, k_first, q_floor, k_last = of.q_last, of.k_first, of.q_floor, of.k_last
@@ -71,21 +68,17 @@ def strided_mass_on_cpu(
             k_first = torch.arange(keys, dtype=torch.int32, device=q.device).view(1, 1, -1)
             if of.behind is not None:
                 q_floor, k_last = q_last - of.behind - 1, k_first
-        positions = [None if at is None else at.contiguous() for at in (q_last, q_floor, k_first, k_last)]
-        held += positions
-        call.q_last, call.q_floor, call.k_first, call.k_last = (
-            0 if x is None else x.data_ptr() for x in positions
-        )
-        call.q_at_heads, call.k_at_heads = q_last.shape[1], k_first.shape[1]
-        call.q_at_batch = queries * q_last.shape[1] if q_last.shape[0] > 1 else 0
-        call.k_at_batch = keys * k_first.shape[1] if k_first.shape[0] > 1 else 0
+        ends = {"q_last": q_last, "q_floor": q_floor, "k_first": k_first, "k_last": k_last}
+        call.set(**{name: None if at is None else at.contiguous() for name, at in ends.items()})
+        for side, at in (("q", q_last), ("k", k_first)):
+            call.set(**{f"{side}_at_heads": at.shape[1], f"{side}_at_batch": at[0].numel() * (len(at) > 1)})
+    else:
+        call.set(q_at_heads=1, k_at_heads=1)
     if segment is not None:
-        held.append(limit := cell // segment * segment)
-        call.limit = limit.data_ptr()
-    mass = q.new_empty((*q.shape[:2], call.rows, call.cols), dtype=torch.float32)
-    call.mass = mass.data_ptr()
-    make("strided_mass", call)
-    del held
+        call.set(limit=cell // segment * segment)
+    mass = q.new_empty((*q.shape[:2], rows, cols), dtype=torch.float32)
+    call.set(high=high, wide=wide, empty=empty, weight=weight, flipped=flipped, rows=rows, cols=cols, mass=mass)
+    _make("strided_mass", call)
     return greater(mass, floor, factor)
 
 
@@ -132,70 +125,24 @@ def _weights(
 ) -> tuple[Tensor, Tensor]:
     """`[B, Hq, parts, N]` and `[B, Hq, parts, distances]`, of which the sums are means over the queries and so many heads."""
     (B, Hq, P, _), N = last_q.shape, k.shape[2]
-    call = _LastQueriesCall()
-    held = call.tokens.set(last_q.unsqueeze(3), k.unsqueeze(3))
-    call.first, call.causal, call.window, call.seen = first, causal, window or 0, N if seen is None else seen
-    call.parts, call.distances, call.scale, call.share = min(_PARTS, P), distances, scale, 1 / (P * heads)
-    vertical, slash = (last_q.new_empty((B, Hq, call.parts, n), dtype=torch.float32) for n in (N, distances))
-    call.vertical, call.slash = vertical.data_ptr(), slash.data_ptr()
-    make("last_query_weights", call)
-    del held
+    call, parts = _of_tokens("LastQueriesCall", last_q.unsqueeze(3), k.unsqueeze(3)), min(_PARTS, P)
+    vertical, slash = (last_q.new_empty((B, Hq, parts, n), dtype=torch.float32) for n in (N, distances))
+    call.set(first=first, causal=causal, window=window, seen=N if seen is None else seen, parts=parts)
+    call.set(distances=distances, scale=scale, share=1 / (P * heads), vertical=vertical, slash=slash)
+    _make("last_query_weights", call)
     return vertical, slash
 
 
-class Team(ctypes.Structure):
-    """The struct `Team` of the source, field by field, like those below; what is not set is 0 or null."""
-
-    _fields_ = [
-        ("threads", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("parallel", "release", "acquire")),
-    ]  # fmt: skip
-
-    def set(self) -> None:
-        self.threads, self.parallel = torch.get_num_threads(), parallel()
-        self.release, self.acquire, _ = python_calls()
-
-
-class Tokens(ctypes.Structure):
-    _fields_ = [
-        ("team", Team),
-        *((name, ctypes.c_int64) for name in (
-            "batch", "q_heads", "kv_heads", "queries", "keys", "slots", "dim", "type",
-        )),
-        ("q_step", ctypes.c_int64 * 4), ("k_step", ctypes.c_int64 * 4),
-        *((name, ctypes.c_void_p) for name in ("q", "k")),
-    ]  # fmt: skip
-
-    def set(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill it in for `q` `[B, Hq, rows, slots, D]` and `k`; what is returned must live as long as the call."""
-        q, k = (x.resolve_neg() for x in (q, k))
-        q, k = (x if x.stride(4) == 1 or x.shape[4] == 1 else x.contiguous() for x in (q, k))
-        self.batch, self.q_heads, self.queries, self.slots, self.dim = q.shape
-        self.kv_heads, self.keys = k.shape[1:3]
-        self.type = TYPES[q.dtype]
-        self.q_step, self.k_step, self.q, self.k = steps(q, 4), steps(k, 4), q.data_ptr(), k.data_ptr()
-        self.team.set()
-        return q, k
-
-
-class _StridedMassCall(ctypes.Structure):
-    _fields_ = [
-        ("tokens", Tokens),
-        *((name, ctypes.c_int64) for name in (
-            "high", "wide", "empty", "rows", "cols", "flipped", "q_at_heads", "q_at_batch", "k_at_heads", "k_at_batch",
-        )),
-        ("weight", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("q_last", "q_floor", "limit", "k_first", "k_last", "mass")),
-    ]  # fmt: skip
-
-
-class _LastQueriesCall(ctypes.Structure):
-    _fields_ = [
-        ("tokens", Tokens),
-        *((name, ctypes.c_int64) for name in ("first", "causal", "window", "seen", "parts", "distances")),
-        ("scale", ctypes.c_double), ("share", ctypes.c_double),
-        ("vertical", ctypes.c_void_p), ("slash", ctypes.c_void_p),
-    ]  # fmt: skip
+def _of_tokens(name: str, q: Tensor, k: Tensor) -> Call:
+    """A call that begins with the struct `Tokens`, for `q` `[B, Hq, rows, slots, D]` and `k`."""
+    q, k = (x.resolve_neg() for x in (q, k))
+    q, k = (x if x.stride(4) == 1 or x.shape[4] == 1 else x.contiguous() for x in (q, k))
+    (batch, q_heads, queries, slots, dim), (_, kv_heads, keys, *_) = q.shape, k.shape
+    call = Call(SOURCE, name)
+    call.set("tokens", batch=batch, q_heads=q_heads, kv_heads=kv_heads, queries=queries, keys=keys, slots=slots)
+    call.set("tokens", dim=dim, type=TYPES[q.dtype], q_step=steps(q, 4), k_step=steps(k, 4), q=q, k=k)
+    call.set("tokens.team", **team())
+    return call
 
 
 @functools.cache
@@ -208,60 +155,18 @@ def scores_kernel() -> ctypes.PyDLL | None:
     return library
 
 
-def make(name: str, call: ctypes.Structure) -> None:
-    """Make a call of the kernel."""
+def _make(function: str, call: Call) -> None:
     library = scores_kernel()
     assert library is not None, "ask 'takes' first"
-    if getattr(library, f"blocksparse_{name}")(ctypes.byref(call)):
-        raise MemoryError("no memory to score blocks")
-
-
-class _ProductCall(ctypes.Structure):
-    """The struct `ProductCall` of `cpu_scores.cpp`, field by field, like those below."""
-
-    _fields_ = [("tokens", Tokens), ("out", ctypes.c_void_p)]
-
-
-class _MeanCall(ctypes.Structure):
-    _fields_ = [
-        ("team", Team),
-        *((name, ctypes.c_int64) for name in (
-            "batch", "heads", "x_heads", "tokens", "dim", "block", "lead", "padded", "type",
-        )),
-        ("step", ctypes.c_int64 * 3), ("index_step", ctypes.c_int64 * 2),
-        *((name, ctypes.c_void_p) for name in ("x", "index", "centre", "guide")),
-        ("guides", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("mean", "alike", "products")),
-    ]  # fmt: skip
-
-
-class _OrderCall(ctypes.Structure):
-    _fields_ = [
-        ("team", Team),
-        *((name, ctypes.c_int64) for name in (
-            "rows", "groups", "keys", "until", "segment", "count", "out_row", "out_group",
-        )),
-        *((name, ctypes.c_void_p) for name in ("scores", "out")),
-    ]  # fmt: skip
-
-
-class _ShareCall(ctypes.Structure):
-    _fields_ = [
-        ("team", Team),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "rows", "cols", "crossing")),
-        *((f"{name}_step", ctypes.c_int64 * 4) for name in ("value", "forced", "there", "always")),
-        ("mass_step", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("values", "mass", "forced", "there", "always", "keep")),
-    ]  # fmt: skip
+    call.make(library, function, "to score blocks")
 
 
 def products_on_cpu(q: Tensor, k: Tensor) -> Tensor:
     """`products` by the CPU kernel, fp32."""
-    call, out = _ProductCall(), q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.float32)
-    held = call.tokens.set(q.unsqueeze(3), k.unsqueeze(3))
-    call.out = out.data_ptr()
-    make("products", call)
-    del held
+    out = q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.float32)
+    call = _of_tokens("ProductCall", q.unsqueeze(3), k.unsqueeze(3))
+    call.set(out=out)
+    _make("products", call)
     return out
 
 
@@ -314,20 +219,16 @@ def _means(
     blocks = cdiv(lead + N, block)
     mean = x.new_empty((B, H, blocks, D), dtype=torch.float32)
     similarity = mean.new_empty((B, H, blocks) if alike else 0)
-    call = _MeanCall()
-    call.team.set()
-    call.batch, call.heads, call.x_heads, call.tokens, call.dim, call.block = B, H, Hx, N, D, min(block, lead + N)
-    if padded:
-        call.block = block
-    call.lead, call.padded, call.type, call.step = lead, padded, TYPES[x.dtype], steps(x, 3)
-    call.x, call.mean = x.data_ptr(), mean.data_ptr()
+    call = Call(SOURCE, "MeanCall")
+    call.set("team", **team())
+    call.set(batch=B, heads=H, x_heads=Hx, tokens=N, dim=D, block=block if padded else min(block, lead + N))
+    call.set(lead=lead, padded=padded, type=TYPES[x.dtype], step=steps(x, 3), x=x, mean=mean, centre=centre)
+    call.set(alike=similarity if alike else None, guide=guide, products=products)
     if index is not None:
-        call.index, call.index_step = index.data_ptr(), steps(index, 2)
-    call.centre = 0 if centre is None else centre.data_ptr()
-    call.alike = similarity.data_ptr() if alike else 0
-    if guide is not None and products is not None:
-        call.guide, call.guides, call.products = guide.data_ptr(), guide.shape[1], products.data_ptr()
-    make("means", call)
+        call.set(index=index, index_step=steps(index, 2))
+    if guide is not None:
+        call.set(guides=guide.shape[1])
+    _make("means", call)
     return mean, similarity
 
 
@@ -335,12 +236,11 @@ def order_on_cpu(scores: Tensor, until: int, S: int, out: Tensor) -> None:
     """Write the order of `coarse_order`, of fp32 scores `[B, H, G, keys]`, into `out` `[B, H, G, count]`."""
     B, H, G, keys = scores.shape
     order = out if out.stride(3) == 1 and out.stride(0) == H * out.stride(1) else out.new_empty(out.shape)
-    scores, call = scores.contiguous(), _OrderCall()
-    call.team.set()
-    call.rows, call.groups, call.keys, call.until, call.segment = B * H * G, G, keys, until, S
-    call.count, call.out_row, call.out_group = out.shape[3], order.stride(1), order.stride(2)
-    call.scores, call.out = scores.data_ptr(), order.data_ptr()
-    make("order", call)
+    call = Call(SOURCE, "OrderCall")
+    call.set("team", **team())
+    call.set(rows=B * H * G, groups=G, keys=keys, until=until, segment=S, count=out.shape[3])
+    call.set(out_row=order.stride(1), out_group=order.stride(2), scores=scores.contiguous(), out=order)
+    _make("order", call)
     if order is not out:
         out.copy_(order)
 
@@ -356,15 +256,14 @@ def shares_on_cpu(
     """
     mass, keep = mass.float(), values.new_empty(values.shape, dtype=torch.bool)
     there, always = there.expand(values.shape), always.expand(values.shape)
-    call = _ShareCall()
-    call.team.set()
-    call.batch, call.heads, call.rows, call.cols = values.shape
-    call.crossing, call.mass_step = crossing, mass.stride(1) if mass.shape[1] > 1 else 0
-    call.value_step, call.there_step, call.always_step = (steps(x, 4) for x in (values, there, always))
+    call, (batch, heads, rows, cols) = Call(SOURCE, "ShareCall"), values.shape
+    call.set("team", **team())
+    call.set(batch=batch, heads=heads, rows=rows, cols=cols, crossing=crossing)
+    call.set(mass=mass, mass_step=mass.stride(1) if mass.shape[1] > 1 else 0, keep=keep)
+    call.set(values=values, value_step=steps(values, 4), there=there, there_step=steps(there, 4))
+    call.set(always=always, always_step=steps(always, 4))
     if forced is not None:
         forced = forced.expand(values.shape)
-        call.forced, call.forced_step = forced.data_ptr(), steps(forced, 4)
-    call.values, call.mass, call.there = values.data_ptr(), mass.data_ptr(), there.data_ptr()
-    call.always, call.keep = always.data_ptr(), keep.data_ptr()
-    make("shares", call)
+        call.set(forced=forced, forced_step=steps(forced, 4))
+    _make("shares", call)
     return keep
