@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 from attrs import evolve
 from benchmarks import eight_bit_tables, gather_tables, run, s2o_tables, serving_table, whole_block_tables
 from benchmarks.cases import EMPTY, FULL, ONE_BY_ONE, QUICK, TINY, Must, Served
-from benchmarks.gpu_work import Work, empty_launches, summed
+from benchmarks.gpu_work import Work, summed
 from benchmarks.inputs import Case, everything
 from benchmarks.peers import DENSE_CHUNK, OURS
 from benchmarks.report import Row, markdown
-from benchmarks.timing import CannotRunError, WrongOutputError, check, check_near, host_ms
+from benchmarks.timing import CannotRunError, WrongOutputError, check, check_near
 from torch import Tensor
 from torch._C._autograd import DeviceType
 
@@ -137,14 +136,6 @@ def test_calls_in_whole_blocks_are_measured_beside_cudnn(monkeypatch: pytest.Mon
     assert "| 2 | 128 | 32 | 32 | 3 of 4 |" in markdown(through_json(whole_blocks=[row]))
 
 
-@pytest.mark.parametrize("density", [0.1, 0.05])
-@pytest.mark.parametrize("N", [32768, 131072])
-def test_gathered_maps_have_the_density_asked_for(N: int, density: float) -> None:
-    rows, own, width = N // 128, 8, gather_tables.prefix_blocks(N, 1024, 128, density)
-    kept = sum(min(row // own * own, width) + row % own + 1 for row in range(rows))
-    assert kept / (rows * (rows + 1) / 2) == pytest.approx(density, rel=0.12)
-
-
 def test_as_many_blocks_are_gathered_as_lie_side_by_side() -> None:
     torch.manual_seed(0)
     q, k, _ = make_qkv(N=256, D=16, Hq=4, Hkv=2)
@@ -197,22 +188,6 @@ def test_s2o_has_what_its_table_needs() -> None:
     assert by_tau[0.5]["density"] <= by_tau[0.01]["density"]
     assert by_tau[0.5]["l1"] >= by_tau[0.01]["l1"]
     assert "per KV head | 0.5 |" in markdown(through_json(s2o=rows))
-
-
-def test_the_fastest_call_that_is_near_is_named() -> None:
-    def row(tau: float, l1: float, ms: float) -> Row:
-        figures = {"index": {"ms": 2.0}, "rank": {"ms": 1.0}, "attend": {"ms": 4.0}}
-        calls = {"whole call": {"ms": ms}, "cuDNN dense": {"ms": 40.0}}
-        common: Row = {"N": 131072, "method": "large", "extra_bytes": 1 << 30, "density": 0.1}
-        return common | {"tau": tau, "l1": l1, "figures": figures | calls}
-
-    broken: Row = {"N": 131072, "method": "default", "tau": 0.01, "why": "OutOfMemoryError", "figures": {}}
-    text = markdown(through_json(s2o=[broken, row(0.001, 0.02, 20.0), row(0.01, 0.04, 10.0), row(0.1, 0.2, 5.0)]))
-    assert (
-        "| 128K | large | 0.01 | 0.100 | 0.0400 | 2.00 | 1.00 | 4.00 | 50% | 10.0 | 40.0 | 4.00 | 1.00 |" in text
-    )
-    assert "relative L1 of at most 0.05, 128K tokens: large, tau 0.01, 4.00x faster than dense." in text
-    assert "- default, 128K tokens: OutOfMemoryError" in text
 
 
 @needs_hopper
@@ -285,16 +260,6 @@ def test_kernels_of_a_profile() -> None:
         summed(others, 1)
 
 
-def test_the_host_is_timed_in_turns(device: str) -> None:
-    turns: list[str] = []
-    where = torch.device(device)
-    others = [partial(turns.append, name) for name in "bc"]
-    times = host_ms(empty_launches(3, where), *others, device=where, repeats=2)
-    assert turns == ["b", "c", "b", "c"]
-    assert len(times) == 3
-    assert times[0] > 0
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="it is tried on a CPU, where kernels are interpreted")
 def test_serving_has_what_its_table_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,43 +287,3 @@ def test_serving_has_what_its_table_needs(monkeypatch: pytest.MonkeyPatch) -> No
     text = markdown(through_json(serving=rows))
     assert "| 2/1 heads, 64, head dim 32 |" in text
     assert "| 2/1 heads, 64 + 100, head dim 32 | pbs_attn, pages of 16 |" in text
-
-
-def test_a_serving_table_says_which_targets_were_missed() -> None:
-    def at(**given: Any) -> Row:
-        common: Row = {"Hq": 32, "Hkv": 8, "D": 128, "Dv": 128, "queries": None, "N": 16384}
-        return (
-            common | {"keys": [16384], "density": 0.1, "dense": ["FA2 dense", "cuDNN dense"], "must": []} | given
-        )
-
-    figures = {"FA2 dense": {"ms": 4.0}, "cuDNN dense": {"ms": 2.0}, "FA4 dense": {"why": "not installed"}}
-    figures |= {
-        "pbs_attn": {"ms": 1.0, "host_ms": 0.7, "empty_ms": 0.12},
-        "AutoExecutor": {"ms": 2.5, "host_ms": 0.5},
-    }
-    must = [
-        {"figure": "pbs_attn", "least": 1.5, "over": "dense"},
-        {"figure": "pbs_attn", "least": 0.4, "over": EMPTY},
-        {"figure": "AutoExecutor", "least": 1 / 1.05, "over": "dense"},
-    ]
-    work = {"pbs_attn": {"ms": 0.6, "launches": 20}}
-    kernels = {"attend": {"ms": 0.5, "launches": 2, "kernels": {"a_kernel": [2, 0.5]}}}
-    both = {ONE_BY_ONE: {"ms": 3.6}, "pbs_attn": {"ms": 4.0}, "pbs_attn, pages of 16": {"ms": 3.7}}
-    packed = [{"figure": "pbs_attn", "least": 0.95, "over": ONE_BY_ONE}]
-    rows = [
-        at(part="calls", figures=figures, must=must),
-        at(part="calls", figures=both, keys=[16384] * 4, density=None, must=packed),
-        at(part="calls", why="OutOfMemoryError", keys=[131072], queries=2048),
-        at(part="graph", figures={"pbs_attn": {"ms": 1.0}, "pbs_attn, CUDA graph": {"ms": 0.8}}),
-        at(part="launches", figures=work),
-        at(part="stages", preset="pbs_attn", figures=kernels),
-    ]
-    text = markdown(through_json(serving=rows))
-    assert "| 32/8 heads, 16K | 0.100 | 2.00 | cuDNN dense | 1.00 | 2.00 | 1.50 | 2.50 | 0.80 | 0.95 |" in text
-    assert "- Missed, 32/8 heads, 16K: AutoExecutor 0.80 times cuDNN dense, must be 0.95." in text
-    assert "- Missed, 32/8 heads, 4 x 16K: pbs_attn 0.90 times pbs_attn, one by one, must be 0.95." in text
-    assert "| 32/8 heads, 16K | pbs_attn | 0.700 | 0.600 | 20 | 0.200 | 3.5 | 2.5 |" in text
-    assert "| 32/8 heads, 4 x 16K | pbs_attn, pages of 16 | 3.70 | 3.60 | 0.97 | - |" in text
-    assert "| 32/8 heads, 16K | 1.00 | 0.800 | 1.25 |" in text
-    assert "| 32/8 heads, 16K | pbs_attn | attend | 0.500 | 2 | a_kernel 2 x 0.250 |" in text
-    assert "OutOfMemoryError" in text

@@ -11,15 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from attrs import asdict, evolve
+from attrs import evolve
 from benchmarks import (
     audit_table,
     auto_calls,
     call_tables,
-    concept_pictures,
     crossover_table,
     kernel_tables,
     matched_density,
@@ -30,13 +28,10 @@ from benchmarks import (
     window_table,
 )
 from benchmarks.cases import FULL, TINY, Plan, Preset
-from benchmarks.inputs import Case, everything, structured
+from benchmarks.inputs import everything, structured
 from benchmarks.peers import OURS, PORTABLE, SPARSE, peer_from
-from benchmarks.report import TABLES, Row, markdown, milliseconds
-from benchmarks.serving import __main__ as serving
-from benchmarks.serving.load import ANSWERS, LENGTHS, Arrival, Latency, percentile, poisson
-from benchmarks.serving.report import tables
-from benchmarks.serving.turns import Case as Load
+from benchmarks.report import TABLES, Row, markdown
+from benchmarks.serving.load import ANSWERS, LENGTHS, Arrival, Latency, poisson
 from benchmarks.timing import ROUNDS, Call, Candidate, WrongOutputError, check, measure, medians, ready
 from benchmarks.triton_versions import compared
 from torch import Tensor
@@ -203,11 +198,6 @@ def test_presets_are_measured_without_rounding(preset: Preset) -> None:
     assert not isinstance(executor, bs.Int8Executor)
 
 
-def test_picture_of_one_meaning() -> None:
-    """It asserts that the pairs it draws are those of the mask."""
-    assert len(concept_pictures.one_meaning().axes) == 2
-
-
 @pytest.mark.slow
 def test_stages_calls_and_growth_have_what_tables_need() -> None:
     plan = evolve(PLAN, presets=TINY.presets[:1])
@@ -217,9 +207,11 @@ def test_stages_calls_and_growth_have_what_tables_need() -> None:
         "growth": stage_tables.growth,
         "crossover": crossover_table.crossover,
         "audit": audit_table.audit,
+        "cpu": call_tables.cpu,
     }
     tables = {name: list(table(plan, CPU)) for name, table in made.items()}
     (stage,), (audited,) = tables["stages"], tables["audit"]
+    assert all("ms" in row["figures"]["CpuExecutor"] for row in tables["cpu"])
     assert audited["figures"]["audited"]["ms"] > audited["figures"]["call"]["ms"] > 0
     assert set(stage["figures"]) == {"permute", "score", "select", "plan", "attend"}
     assert stage["density"] > 0
@@ -260,15 +252,6 @@ def test_a_table_that_breaks_leaves_the_others(tmp_path: Path) -> None:
     assert "torch" in results["environment"]
 
 
-def test_executors_for_cpus_are_measured() -> None:
-    def mine(q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask) -> Call:
-        executor, spec = bs.ReferenceExecutor(), bs.AttentionSpec(scale=q.shape[-1] ** -0.5)
-        return lambda: executor(q, k, v, mask, spec).out
-
-    for row in call_tables.cpu(PLAN, CPU, peers={"mine": mine}):
-        assert all("ms" in row["figures"][name] for name in ("dense", "dense_attention", "CpuExecutor", "mine"))
-
-
 @pytest.mark.slow
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("TINY", "QUICK"):
@@ -281,19 +264,6 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     with pytest.raises(SystemExit):
         run.main()
     assert "no such table: rats" in capsys.readouterr().err
-
-
-def test_milliseconds_have_three_digits() -> None:
-    assert [milliseconds(x) for x in (0.01234, 1.234, 12.34, 123.4, None)] == ["0.012", "1.23", "12.3", "123", "-"]
-
-
-def test_random_cases_keep_diagonal_and_first_block() -> None:
-    case = Case(256, 2, 1, 16, 32, 32, 0.0, torch.float32)
-    q, k, _ = case.inputs(CPU)
-    mask = case.mask(q, k)
-    want = torch.eye(8, dtype=torch.bool)
-    want[:, 0] = True
-    assert torch.equal(mask.keep, want.expand(1, 2, 8, 8))
 
 
 def test_errors_at_equal_density() -> None:
@@ -328,26 +298,6 @@ def test_two_versions_that_do_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path
     first["out"] = first["out"][::-1]
     new.write_text(json.dumps(found), encoding="utf-8")
     assert same_bits.compare(old, new)["mean_pooling"] == {**every, "outputs": 9, "all": 9}
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["--also", "more={}"], "--also needs an --engine"),
-        (["--engine", "mine={}", "--also", "mine={}"], "names must differ, also from 'stock': mine, mine"),
-        (["--engine", "stock={}"], "names must differ"),
-        (["--tasks", "4096"], "--tasks and --yarn need a --model"),
-        (["--engine", "mine={}"], "vLLM is not installed here"),
-    ],
-)
-def test_what_cannot_be_served_is_said_before_an_engine_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: list[str], says: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["serving", *given])
-    monkeypatch.setattr(serving, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        serving._options()
-    assert says in capsys.readouterr().err
 
 
 # The evidence about `auto`, at tiny sizes
@@ -415,11 +365,6 @@ def test_in_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # `benchmarks.serving`, without vLLM: loads, their latencies, and tables of results
 
 
-def test_cases() -> None:
-    assert Load.read("16x1000x64") == (16, 1000, 64, 8192)
-    assert Load.read("1x65536@2048*3") == (1, 65536, 1, 2048)
-
-
 def test_arrivals_are_the_same_for_all_engines_and_mixed_as_stated() -> None:
     arrivals = poisson(20.0, 100.0)
     assert arrivals == poisson(20.0, 100.0)
@@ -432,12 +377,6 @@ def test_arrivals_are_the_same_for_all_engines_and_mixed_as_stated() -> None:
     assert {min(ANSWERS), max(ANSWERS)} >= {min(a.answer for a in arrivals), max(a.answer for a in arrivals)}
 
 
-@pytest.mark.parametrize("q", [50, 95, 99])
-def test_percentiles_are_those_of_numpy(q: float) -> None:
-    seconds = np.random.default_rng(0).random(37)
-    assert percentile(list(seconds), q) == pytest.approx(1000 * float(np.percentile(seconds, q)))
-
-
 def test_latencies() -> None:
     """The second request loses its last token, the third all of them."""
     arrivals = [Arrival(1.0, 100, 3), Arrival(2.0, 100, 3), Arrival(2.5, 100, 2)]
@@ -446,32 +385,6 @@ def test_latencies() -> None:
     assert found.requests_per_s == pytest.approx(1 / 2.1)
     assert found.ttft_ms["p50"] == pytest.approx(750)
     assert found.itl_ms == pytest.approx({"p50": 100, "p99": 198})
-
-
-def test_tables_of_a_run() -> None:
-    def score(engine: str, task: str, *scores: float) -> dict[str, Any]:
-        return {"kind": "task", "tokens": 16384, "task": task, "engine": engine, "scores": scores}
-
-    latency = Latency.of([Arrival(0.0, 100, 2)], [[0.5, 0.51]])
-    lines: list[dict[str, Any]] = [
-        {"kind": "options", "compiled": True, "model": "qwen", "yarn": 0, "date": "2026-11-28"},
-        {"kind": "engine", "engine": "stock", "versions": {"vllm": "0.32.0"}},
-        {
-            "kind": "case",
-            "case": "1 x 8",
-            "seconds": {"stock": [9.0, 2.0, 2.0, 4.0], "auto": [5.0, 1.0, 1.0, 1.0]},
-        },
-        score("stock", "single", 1.0, 1.0),
-        score("auto", "single", 1.0, 0.0),
-        score("stock", "tracking", 0.0, 0.0),  # which the others were not asked
-        {"kind": "load", "rate": 4.0, "seconds": 9.0, "engine": "auto"} | asdict(latency),
-    ]
-    text = tables(lines)
-    assert "### qwen, compiled with CUDA graphs, 2026-11-28" in text
-    assert "| 1 x 8 | 2.000 | 1.000 | 2.00 | 4.50 / 5.00 |" in text
-    assert "| 16384 | auto | 50.0 | -50.0 (" in text
-    assert "| 16384 | left out: tracking |" in text
-    assert "| 4 | auto | 1 of 1 | 1.96 | 500 | 500 | 500 | 10.00 | 10.00 |" in text
 
 
 # Two trees take turns

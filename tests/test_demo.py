@@ -37,7 +37,7 @@ from blocksparse.tools.demo import TEXT
 from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure, perplexity
 from blocksparse.tools.demo.model import dtype_for, load
 from blocksparse.tools.demo.picture import Panel, draw, pooled_attention
-from blocksparse.tools.demo.run import DemoSettings, _picture, legend, table, write_json
+from blocksparse.tools.demo.run import DemoSettings, _picture, legend, table
 from blocksparse.tools.demo.watch import watch
 from tests.hosts.small_models import small_model
 from tests.real_model import NAME, converted, needs_real_model
@@ -231,15 +231,6 @@ def test_methods_that_are_not_there_are_named(text: str, sentence: str) -> None:
     with pytest.raises(UserError) as raised:
         written(text)
     assert sentence in str(raised.value)
-
-
-def test_json_holds_every_number(tmp_path: Path) -> None:
-    write_json(rows(), tmp_path / "results.json", tokens=512)
-    written = json.loads((tmp_path / "results.json").read_text())
-    assert written["tokens"] == 512
-    assert [row["method"] for row in written["rows"]] == ["dense", "pbs_attn"]
-    assert written["rows"][1]["density"] == 0.55
-    assert "qkv" not in written["rows"][0]
 
 
 @pytest.mark.slow

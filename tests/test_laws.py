@@ -154,35 +154,6 @@ def test_selectors_reach_the_dense_limit(front: Front) -> None:
 
 
 @each_scorer
-@each_of_group("later", groups=first_then((1e30, float("nan")), (1.0, float("inf"))))
-def test_selection_sees_no_future_block(scorer: bs.Scorer[Any, Any], later: float) -> None:
-    if isinstance(scorer, stages.PROBES):
-        pytest.skip("chooses by what the last queries see")
-    q, k, v = make_qkv(**SIZES)
-    noise = make_qkv(**SIZES, seed=1)
-    t = 64  # a multiple of every block
-    q2, k2, v2 = (
-        torch.cat((x[:, :, :t], y[:, :, t:] * later), dim=2) for x, y in zip((q, k, v), noise, strict=True)
-    )
-    front, by_row = (stages.PERMUTERS[0], scorer), stages.by_row(scorer)
-    for before, after in zip(traces(front, q, k, v, by_row), traces(front, q2, k2, v2, by_row), strict=True):
-        rows = t // before.mask.grid.q_block
-        assert torch.equal(before.mask.keep[:, :, :rows], after.mask.keep[:, :, :rows])
-        assert torch.equal(before.output.out[:, :, :t], after.output.out[:, :, :t])
-
-
-@pytest.mark.slow
-@each_front
-def test_batch_entries_do_not_meet(front: Front) -> None:
-    q, k, v = make_qkv(**SIZES)
-    if isinstance(front[0], stages.Shuffle):
-        pytest.skip("draws one order for the whole batch")
-    for both, alone in zip(traces(front, q, k, v), traces(front, q[1:], k[1:], v[1:]), strict=True):
-        assert torch.equal(both.mask.keep[1:], alone.mask.keep)
-        torch.testing.assert_close(both.output.out[1:], alone.output.out)
-
-
-@each_scorer
 @pytest.mark.parametrize("asked", [{}, {"window": 40}, {"causal": False}], ids=repr)
 def test_plain_torch_scores_shuffled_tokens_as_kernels_do(
     scorer: bs.Scorer[Any, Any], asked: dict[str, Any]

@@ -120,16 +120,6 @@ def test_no_imports_go_in_circles() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_private_names_stay_at_home() -> None:
-    taken = [
-        f"{module} takes {name} from {home}"
-        for module, path in MODULES.items()
-        for home, name in imports(path)
-        if name.startswith("_")
-    ]
-    assert not taken
-
-
 @functools.cache
 def without_triton() -> list[str]:
     """What a process without Triton prints: the host libraries that came with the package, and an error."""

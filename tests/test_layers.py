@@ -19,7 +19,7 @@ from blocksparse import Identity, MeanPoolScorer, Pipeline, ReferenceExecutor, S
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace, HeadGroups
 from blocksparse.layers.reused_mask import MaskCache, ReusedMask, shared
 from blocksparse.layers.schedule import Schedule
-from blocksparse.testing import assert_within_budget, every_preset, make_qkv, masked_attention
+from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
 from blocksparse.values import Trace
 from tests.machine import needs_gpu
 from tests.meaning import assert_same_bits
@@ -121,18 +121,6 @@ def test_the_host_does_not_wait_to_take_heads() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
-def test_every_preset_runs_in_groups(preset: Any) -> None:
-    q, k, v = make_qkv(Hq=6, Hkv=3, N=300, D=16)
-    pipeline = preset(executor=ReferenceExecutor())
-    got, alone = (
-        HeadGroups({(2, 0): pipeline, (1,): None})(q, k, v),
-        pipeline(q[:, [4, 5, 0, 1]], k[:, [2, 0]], v[:, [2, 0]]),
-    )
-    torch.testing.assert_close(got[:, [4, 5, 0, 1]], alone)
-    torch.testing.assert_close(got[:, 2:4], dense(q, k, v)[:, 2:4], rtol=1e-4, atol=1e-5)
 
 
 def test_dense_where() -> None:

@@ -12,11 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
-from benchmarks.tasks.__main__ import main, samples_of
+from benchmarks.tasks.__main__ import main
 from benchmarks.tasks.generators import TASKS
 from benchmarks.tasks.methods import methods
 from benchmarks.tasks.paired import difference
@@ -171,15 +170,6 @@ def test_a_plan_is_compared_at_equal_kl_with_the_best_preset() -> None:
     assert "the best single preset, `s2o`" in text
 
 
-def test_a_report_without_tasks_has_the_rest() -> None:
-    rows = [row("dense", "", 1.0, 0.0), row("s2o", "0.1", 0.1, 0.2)]
-    for each in rows:
-        each["scores"] = {}
-    text = report(rows)
-    assert "Counted: none." in text
-    assert text.endswith("| `s2o` | 0.1 | 0.100 | 0.2000 | 9.00 | 1.0 |\n")
-
-
 def test_every_preset_is_there_at_three_settings_with_and_without_a_band() -> None:
     names = [method.preset for method in methods(64, 128)]
     plain = [name for name in names if " | " not in name]
@@ -226,12 +216,6 @@ def test_a_run_writes_results_and_goes_on(
         main([*options, "--methods", "random", "--seed", "1"])
     assert len(json.loads(out.read_text())) == len(again)
     assert [x["density"] for x in again[4:]] == sorted(x["density"] for x in again[4:])
-
-
-def test_more_samples_begin_with_the_same_ones(haystack: Haystack) -> None:
-    few, many = samples_of(haystack, 1500, 1, 0), samples_of(haystack, 1500, 2, 0)
-    assert all(many[task][0].ids == few[task][0].ids for task in TASKS)
-    assert torch.tensor(many["single"][0].ids).shape == (1500,)
 
 
 def test_prompts_have_their_length_their_seed_and_their_answer(tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from benchmarks import mean_correction, video, video_model
+from benchmarks import video, video_model
 from benchmarks.timing import WrongOutputError
 
 import blocksparse as bs
@@ -93,24 +93,6 @@ def test_wrong_output_gets_no_time(
     monkeypatch.setattr(video, "check", wrong)
     assert all(set(row) == {"method", "step_dense_ms", "why"} for row in told(tmp_path, monkeypatch).values())
     assert "sparge                     WrongOutputError: head 0, row 3" in capsys.readouterr().out
-
-
-def test_what_means_cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mean-correction.json"
-    monkeypatch.setattr(sys, "argv", f"mean_correction --budget-ms 1 --json {path}".split())
-    with torch.no_grad():
-        mean_correction.main()
-    toy = json.loads(path.read_text())["calls"]["toy"]
-    assert toy["attend"]["ms"] > 0 < toy["means"]["ms"]
-    assert f"{toy['means']['ms'] / toy['attend']['ms']:.3f}" in capsys.readouterr().out
-
-
-def test_wrong_means_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mean_correction, "with_means", lambda pipeline: pipeline)
-    with pytest.raises(WrongOutputError):
-        mean_correction.measure(mean_correction.CALLS["toy"], torch.device("cpu"), torch.float32, 1.0)
 
 
 @pytest.mark.parametrize("name", video.SHAPES)

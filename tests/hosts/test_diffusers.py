@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -50,7 +49,6 @@ from blocksparse import (
     Schedule,
     TileOrder,
     TopK,
-    TritonExecutor,
 )
 from blocksparse.hosts.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
 from blocksparse.hosts.diffusers.adapter import StepCounter
@@ -194,16 +192,6 @@ def test_cross_attention_and_text_alone_are_left_to_the_model() -> None:
         changed = {name for name, own in processors.items() if model.attn_processors[name] is not own}
     assert changed == {"blocks.0.attn1.processor", "blocks.1.attn1.processor"}
     assert recorder.sparse_calls() == {0: 1, 1: 1}
-
-
-@pytest.mark.parametrize("name", ["wan", "flux"])
-def test_kernels_run(name: str, device: str) -> None:
-    model, inputs = made(CASES[name]).to(device), given(CASES[name], SMALL)
-    inputs = {key: x.to(device) for key, x in inputs.items()}
-    with attached(model):
-        expected = run(model, inputs)
-    with attached(model, evolve(SPARSE, executor=TritonExecutor())):
-        assert torch.allclose(run(model, inputs), expected, atol=1e-5)
 
 
 def test_any_pipeline_and_head_groups_run() -> None:

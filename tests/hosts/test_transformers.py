@@ -710,6 +710,8 @@ def test_detach_follows_an_error() -> None:
         (Schedule(None, layers={2: SPARSE}), {}, ValueError, "no layer 2: the model has 2, 0 to 1"),
         (Schedule(SPARSE, dense=(0, -2)), {}, ValueError, "these of the 2 layers are named twice"),
         (SPARSE, {"min_tokens": 0}, ValueError, "'min_tokens' must be a whole number, at least 1: 0"),
+        (SPARSE, {"min_window": 0}, ValueError, "'min_window' must be a whole number, at least 1, or None: 0"),
+        (SPARSE, {"min_window": True}, TypeError, "'min_window' must be a whole number, at least 1, or None: "),
         (SPARSE, {"recorder": 1}, TypeError, "'recorder' must be"),
         (SPARSE, {"continuous_batching": 1}, TypeError, "'continuous_batching' must be True or False: 1"),
     ],

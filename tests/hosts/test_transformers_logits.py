@@ -74,15 +74,6 @@ def test_the_pipeline_attends_with_them(executor: Any, length: int, name: str) -
         assert all_sparse(recorder)
 
 
-@each_model
-def test_the_portable_kernel_attends_with_them(name: str, device: str) -> None:
-    recorder, ids = DensityRecorder(), tokens(70).to(device)
-    model, executor = with_sinks(name).to(device), TritonExecutor()
-    pipeline: Any = evolve(DENSE_LIMIT, executor=executor)
-    assert_same_logits(model, lambda model: model(ids).logits, recorder, pipeline)
-    assert all_sparse(recorder)
-
-
 @needs_gpu
 @each_model
 @pytest.mark.parametrize("dense", [False, True])
@@ -95,21 +86,6 @@ def test_long_prompts_on_a_gpu(dense: bool, name: str) -> None:
     with attached(model, recorder, Schedule(None if dense else pipeline)):
         torch.testing.assert_close(model(ids).logits, expected, atol=2e-4 * float(expected.abs().max()), rtol=0)
     assert all_dense(recorder, "no pipeline for this layer") if dense else all_sparse(recorder)
-
-
-@each_model
-def test_sparse_layers_attend_to_less_with_them(name: str) -> None:
-    """By two executors, which mean the same; and what they give is not what the layers without would."""
-    model, ids = with_sinks(name), tokens(200, batch=2)
-    outputs = []
-    for executor in (SPARSE.executor, CPU):
-        recorder = DensityRecorder()
-        with attached(model, recorder, evolve(SPARSE, executor=executor)):
-            outputs.append(model(ids).logits)
-        assert all_sparse(recorder)
-        assert float(recorder.density().mean()) < 0.8
-    torch.testing.assert_close(*outputs, atol=1e-4 * float(outputs[0].abs().max()), rtol=0)
-    assert not torch.allclose(outputs[0], model(ids).logits, atol=1e-2)
 
 
 @each_model
@@ -348,13 +324,6 @@ def test_a_short_window_is_the_reason_however_few_keys_a_chunk_sees() -> None:
         in_chunks(model, ids, [30] * 5)
     reasons = {"fewer than min_tokens": 1, "a sliding window of fewer than min_window": 4}
     assert recorder.dense_calls() == dict.fromkeys(range(LAYERS), reasons)
-
-
-def test_limits_of_windows_are_whole_numbers() -> None:
-    for wrong, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
-        given: Any = wrong
-        with pytest.raises(error, match="'min_window' must be a whole number, at least 1, or None: "):
-            attach(make("mistral"), DENSE_LIMIT, min_window=given)
 
 
 def test_windows_under_audits_and_in_groups_of_heads() -> None:

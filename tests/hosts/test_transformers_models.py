@@ -154,17 +154,6 @@ def test_decoders_of_two_part_models_are_sparse(build: Callable[[], Any], padded
         assert recorder.dense_calls()[0] == Counter({"not causal": 2, "position bias": 1})
 
 
-def test_the_decoder_of_a_speech_model_is_sparse() -> None:
-    sizes: dict[str, Any] = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8}
-    config = transformers.WhisperConfig(**SEQ2SEQ, **LAYERS_OF, **sizes, max_source_positions=50, bos_token_id=1)
-    model = random_model(transformers.WhisperForConditionalGeneration._from_config, config)
-    given = {"input_features": torch.randn(2, 8, 100), "decoder_input_ids": tokens(80, batch=2)}
-    recorder = DensityRecorder()
-    assert_as_alone(model, lambda model: model(**given).logits, recorder)
-    assert recorder.sparse_calls() == {0: 1, 1: 1}
-    assert {reason for calls in recorder.dense_calls().values() for reason in calls} == {"not causal"}
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_modules_that_do_not_say_whether_they_are_causal(padded: bool) -> None:
     """An encoder sees all keys; a decoder of which the mask says it is causal is sparse."""
@@ -188,27 +177,6 @@ def test_modules_that_do_not_say_whether_they_are_causal(padded: bool) -> None:
         del layer.self_attn.is_causal
     assert_same_logits(decoder, lambda decoder: decoder(ids, **given).logits[real], recorder)
     assert recorder.sparse_calls() == dict.fromkeys(range(2), 2 if padded else 1)
-
-
-def test_modules_that_say_they_are_causal_and_are_not() -> None:
-    """Their own function, the only one that BridgeTower has, takes no mask to mean that every token is seen."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2}
-    config = transformers.BridgeTowerConfig(
-        **sizes,
-        num_attention_heads=4,
-        intermediate_size=48,
-        text_config=sizes | {"vocab_size": VOCABULARY, "num_attention_heads": 4, "intermediate_size": 48},
-        vision_config=sizes | {"image_size": 32, "patch_size": 4},
-    )
-    model = random_model(transformers.BridgeTowerModel._from_config, config)
-    given = {"input_ids": tokens(60), "pixel_values": torch.randn(1, 3, 32, 32)}
-    expected, recorder = model(**given), DensityRecorder()
-    with attached(model, recorder), attached(model, recorder):
-        actual = model(**given)
-    for name in ("text_features", "image_features"):
-        assert_same(actual[name], expected[name])
-    assert {reason for calls in recorder.dense_calls().values() for reason in calls} == {"not causal"}
-    assert recorder.sparse_calls() == {}
 
 
 def test_what_an_executor_cannot_run_is_dense() -> None:
@@ -414,43 +382,6 @@ TOWER: dict[str, Any] = {
 SEQ2SEQ_SIZES: dict[str, Any] = (
     SEQ2SEQ | LAYERS_OF | {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "bos_token_id": 1}
 )
-
-
-def pegasus_x() -> Any:
-    return transformers.PegasusXForConditionalGeneration, transformers.PegasusXConfig(**SEQ2SEQ_SIZES)
-
-
-def nllb_moe() -> Any:
-    experts = dict.fromkeys(("encoder_sparse_step", "decoder_sparse_step"), 9)  # so that none routes
-    return transformers.NllbMoeForConditionalGeneration, transformers.NllbMoeConfig(**SEQ2SEQ_SIZES, **experts)
-
-
-def big_bird() -> Any:
-    return transformers.BigBirdPegasusForCausalLM, transformers.BigBirdPegasusConfig(**SEQ2SEQ_SIZES)
-
-
-@pytest.mark.parametrize("build", [pegasus_x, nllb_moe, big_bird])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_decoders_that_are_causal_by_their_mask_alone(build: Callable[[], Any], sparse: bool) -> None:
-    """Their modules say `is_causal=False`; no token sees the future all the same."""
-    architecture, config = build()
-    model, ids, recorder = random_model(architecture._from_config, config), tokens(80), DensityRecorder()
-    assert not any(getattr(x, "is_causal", False) for x in model.modules())
-    other = torch.cat((ids[:, :50], tokens(30)), 1)
-
-    def logits(ids: Tensor) -> Tensor:
-        given = (ids,) if build is big_bird else (tokens(40), None, ids)
-        found: Tensor = model(*given).logits
-        return found
-
-    expected = logits(ids)
-    with attach(model, DENSE_LIMIT, min_tokens=16 if sparse else 1000, recorder=recorder):
-        actual = logits(ids)
-        changed = logits(other)
-    assert_same(changed[:, :50], actual[:, :50])
-    assert float((changed - actual)[:, 50:].abs().max()) > 0.1
-    assert_same(actual, expected)
-    assert recorder.sparse_calls() == (dict.fromkeys(range(2), 2) if sparse else {})
 
 
 def test_a_mask_that_was_promised_is_given() -> None:

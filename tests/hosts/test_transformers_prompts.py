@@ -104,17 +104,6 @@ def test_chunks_of_padded_prompts_are_sparse(room: int | None) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 30}, {"cache_implementation": "static"}])
-def test_padded_prompts_generate_the_same_tokens(how: dict[str, Any]) -> None:
-    model, recorder, ids = make("llama"), DensityRecorder(), tokens(70, batch=2)
-    given = {"attention_mask": mask_of((0, 70), (23, 70), N=70), "max_new_tokens": 4, "do_sample": False, **how}
-    expected = model.generate(ids, **given)
-    with attached(model, recorder):
-        assert torch.equal(model.generate(ids, **given), expected)
-    assert recorder.sparse_calls()[0] >= 2
-    assert set(recorder.dense_calls()[0]) <= {"decode", "fewer than min_tokens"}
-
-
-@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 30}, {"cache_implementation": "static"}])
 @pytest.mark.parametrize("min_tokens", [16, 100], ids=["sparse", "dense"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_padding_behind_a_prompt_generates_the_same_tokens(
@@ -397,21 +386,6 @@ def test_generate_tells_how_long_a_prompt_is(size: int) -> None:
         in_chunks(model, ids, size)
         assert not torch.equal(kept.rows(N // BLOCK), whole)  # each call has its own end
     assert GenerationMixin._prefill is before
-
-
-def test_auto_keeps_the_same_blocks() -> None:
-    """With a greater alpha than those of `auto`, since attention of random weights is even."""
-    model, ids, kept = make("llama", max_position_embeddings=2100).double(), tokens(2000), Kept()
-    rule = bs.RowShare(0.5) | bs.Band(128) | bs.LastQueries(128)
-    scorer = bs.AntidiagonalScorer(16, pattern="sum")
-    with attach(model, bs.Pipeline(bs.Identity(), scorer, rule, kept)):
-        model(ids)
-        whole = kept.rows(16)
-        for size in (512, 1024):
-            model.generate(ids, max_new_tokens=2, do_sample=False, prefill_chunk_size=size)
-            assert torch.equal(kept.rows(16), whole)
-            in_chunks(model, ids, size)
-            assert not torch.equal(kept.rows(16), whole)
 
 
 @pytest.mark.parametrize("size", [16, 48, 256])

@@ -37,7 +37,6 @@ from blocksparse import (
     pbs_attn,
     skip_softmax,
     sparge,
-    xattention,
 )
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.serving.layer import PagedAttention, Workspace, record_dense
@@ -50,7 +49,7 @@ from blocksparse.hosts.vllm.batch import SplitMetadata, dense_because, part_of
 from blocksparse.hosts.vllm.engine import HOST, Engine, RecordReader, is_configured, layer_of
 from blocksparse.hosts.vllm.requests import Requests, watch
 from blocksparse.launch import replay
-from blocksparse.launch.replay import GraphCache, owner_of
+from blocksparse.launch.replay import GraphCache
 from blocksparse.observe import Audit
 from blocksparse.observe.metrics import AuditGauges
 from blocksparse.spec import AttentionSpec
@@ -444,13 +443,6 @@ def test_settings_of_a_preset(given: dict[str, Any], pipeline: Pipeline[Any, Any
     assert settings.dense_below == given.get("dense_below")
 
 
-def test_a_band_and_a_sink_are_added() -> None:
-    given = {"preset": "xattention", "band": 256, "sink": 64}
-    layer = Settings.of({"blocksparse": given}, SERVED, HOST).layers[0]
-    assert isinstance(layer, Pipeline)
-    assert layer.selector == xattention().selector | (Band(256) | Sink(64))
-
-
 def test_a_pipeline_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function in a module that the engine can import is named as a preset is, and takes what presets take."""
     (tmp_path / "my_own_stages.py").write_text(
@@ -458,9 +450,9 @@ def test_a_pipeline_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(k), bs.AutoExecutor())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    given = {"preset": "my_own_stages:mine", "settings": {"k": 5}, "sink": 64, "dense": [0]}
+    given = {"preset": "my_own_stages:mine", "settings": {"k": 5}, "band": 256, "sink": 64, "dense": [0]}
     first, *others = Settings.of({"blocksparse": given}, SERVED, HOST).layers
-    selector = TopK(5) | Sink(64)
+    selector = TopK(5) | (Band(256) | Sink(64))
     expected = Pipeline(Identity(), MeanPoolScorer(32), selector, AutoExecutor(dense_below=0))
     assert (first, *others) == (None, expected, expected, expected)
 
@@ -585,16 +577,6 @@ def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
         ConfigurationError, match=r"made for another model, tiny \(it differs in layers: 2 and 4\)"
     ):
         Settings.of(given, SERVED, HOST)
-
-
-def test_layers_of_a_plan_repeat_the_same_launches(tmp_path: Path) -> None:
-    """A plan makes a pipeline for each layer, and what is learned of a call belongs to its value."""
-    given = {"blocksparse": {"plan": plan_file(tmp_path, None)}}
-    one, other = (Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0] for _ in "12")
-    assert isinstance(one, Pipeline)
-    assert isinstance(other, Pipeline)
-    assert one is not other
-    assert owner_of(one._core._sparse) is owner_of(other._core._sparse) is not None
 
 
 def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def order_of_one() -> int:
     without, branches = re.subn(r"setp\.lt\.f32 p, c, \S+; @p bra DONE; ", "", kernel.asm["ptx"])
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
-        assembled(without, get_ptxas(90).path, [], cubin)
+        assembled(without, get_ptxas(90).path, cubin)
         seen = wrong_order(machine_code(cubin), **how)
     print(f"Triton {triton.__version__}, wrong order: {wrong}; without {branches} branches: {seen}")
     return int(bool(wrong) or not seen)
@@ -294,7 +294,6 @@ def main() -> int:
     parser.add_argument("--dims", nargs="*", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--order", action="store_true", help="only the order of one kernel for Hopper")
-    parser.add_argument("--list", action="store_true", help="only list what would be compiled")
     parser.add_argument(
         "--once", action="store_true", help="each kernel once, for further targets only if it multiplies"
     )
@@ -317,11 +316,6 @@ def main() -> int:
                     if kind in seen or not (multiplies(variant.name) or wanted):
                         continue
                     seen.add(kind)
-                    if args.list:
-                        print(
-                            name, dtype, head_dim, variant.name, variant.named(), variant.dtypes(), sorted(presets)
-                        )
-                        continue
                     said = report(name, dtype, head_dim, variant)
                     wrong = against(said)
                     failed += bool(wrong)

@@ -17,22 +17,18 @@ import triton
 from blocksparse.kernels.hopper.softmax import _APART
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-BEHIND = "EX2 behind the last wait"
 PART = int(_APART.value)
 Code = list[tuple[int, str]]  # addresses and instructions
 
 
-def assembled(ptx: str, ptxas: str, options: list[str], cubin: Path) -> str:
-    """What `ptxas` says while it assembles; an older one reads text of its own version."""
+def assembled(ptx: str, ptxas: str, cubin: Path) -> None:
+    """An older `ptxas` reads text of its own version."""
     version = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
     if "release 12" in version:
         ptx = re.sub(r"^\.version 9\..*", ".version 8.7", ptx, flags=re.MULTILINE)
     text = cubin.with_suffix(".ptx")
     text.write_text(ptx)
-    command = [ptxas, "-v", "-lineinfo", *options, "--gpu-name=sm_90a", str(text), "-o", str(cubin)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
-    return f"{registers[-1]} registers, {spilled[-1]} B spilled"
+    subprocess.run([ptxas, "-lineinfo", "--gpu-name=sm_90a", str(text), "-o", str(cubin)], check=True)
 
 
 def machine_code(cubin: Path) -> Code:
@@ -53,20 +49,18 @@ def _target(text: str) -> int | None:
     return int(to[1], 16) if to else None
 
 
-def loops(code: Code) -> list[Counter[str]]:
-    """Counts of the instructions of each loop that multiplies and contains no other."""
+def loops(code: Code) -> list[tuple[int, int]]:
+    """Of each loop that multiplies and contains no other: its powers, and those behind its last wait."""
     ends = [(to, at) for at, text in code if (to := _target(text)) is not None and to < at]
     inner = [x for x in ends if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in ends)]
-    counts = []
+    found = []
     for first, last in sorted(inner):
         words = [_words(text) for at, text in code if first <= at <= last]
-        names = ["MOV" if "MOV" in x[1:] else x[0] for x in words]  # IMAD.MOV
-        if any("GMMA" in name for name in names):
+        if any("GMMA" in name for name, *_ in words):
             waits = [i for i, x in enumerate(words) if x[:2] == ["WARPGROUP", "DEPBAR"]]
             powers = [i for i, x in enumerate(words) if x[:2] == ["MUFU", "EX2"]]
-            behind = {"EX2": len(powers), BEHIND: sum(i > max(waits, default=0) for i in powers)}
-            counts.append(Counter(names) | Counter(behind))
-    return counts
+            found.append((len(powers), sum(i > max(waits, default=0) for i in powers)))
+    return found
 
 
 def parts(code: Code, number: int) -> list[list[tuple[int, int, int]]]:
@@ -102,8 +96,8 @@ def wrong_order(code: Code, *, consumers: int, scores: int) -> list[str]:
     Args:
         consumers: groups of warps that compute; each has code of its own.
     """
-    hot = [x for x in loops(code) if x["EX2"]]
-    wrong = [f"{x[BEHIND]} powers stand behind the last wait" for x in hot if x[BEHIND]]
+    hot = [behind for powers, behind in loops(code) if powers]
+    wrong = [f"{behind} powers stand behind the last wait" for behind in hot if behind]
     if len(hot) != consumers:
         wrong.append(f"{len(hot)} loops have products and powers, not {consumers}")
     if number := scores // PART:

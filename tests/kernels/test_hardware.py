@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 import blocksparse as bs
 from blocksparse.kernels.attention.sparse_attention_triton import most_registers
 from blocksparse.kernels.common import hardware
-from blocksparse.kernels.common.hardware import INTERPRETER, TARGETS, fitted, hardware_of, of_attention
+from blocksparse.kernels.common.hardware import TARGETS, fitted, of_attention
 from blocksparse.kernels.common.sizes import power_of_2
 from blocksparse.kernels.common.tiles import portable
 from blocksparse.kernels.gemm.pooled_sums_triton import pooled_tiles, shared_memory
@@ -60,11 +60,6 @@ def test_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     amd.gcnArchName, amd.warp_size, amd.max_threads_per_multi_processor = "gfx942:sramecc+:xnack-", 64, 2048
     amd.shared_memory_per_block = amd.shared_memory_per_multiprocessor = 64 << 10
     assert asked(monkeypatch, amd) == TARGETS["gfx942"]
-
-
-@pytest.mark.skipif(GPU, reason="the interpreter's")
-def test_the_interpreter_has_no_limits() -> None:
-    assert hardware_of(torch.zeros(1)) == INTERPRETER
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -190,15 +190,6 @@ def test_blocks_of_every_size(block: int, N: int, device: str) -> None:
     assert_equal(int8_keys_triton(x, *k_call), int8_keys.reference(x, *k_call))
 
 
-@pytest.mark.parametrize("N", [1, 63, 129])
-def test_lengths(N: int, device: str) -> None:
-    x = randn(1, 2, N, 64, device=device)
-    for shared in (False, True):
-        assert_equal(
-            int8_keys_triton(x, None, 64, shared, None, 0), int8_keys.reference(x, None, 64, shared, None, 0)
-        )
-
-
 def test_layouts_and_broadcast_maps(device: str) -> None:
     """Hosts hand over `[B, N, H, D]` transposed; orders of tokens on a grid are one map for all heads."""
     x, index = randn(2, 70, 3, 32, device=device).transpose(1, 2), slots_of(70, tokens_=70, device=device)
@@ -495,16 +486,6 @@ def test_rotation_keeps_products(D: int) -> None:
     assert torch.equal((rotated(torch.eye(D)) * D**0.5).round(), torch.tensor(bits).float())
 
 
-def test_rotation_helps_where_a_column_is_large() -> None:
-    x = randn(1, 1, 200, 128, device="cpu")
-    x[..., 5] *= 20
-    rounded, scale = int8_keys.reference(x, None, 64, False, None, 0)
-    turned, _, turned_scale = int8_key_tiles(x, None, 64)
-    error = (rounded * scale.unsqueeze(-1) - x).norm()
-    turned_error = (rotated(turned[:, 1:] * turned_scale.unsqueeze(-1)) - x).norm()
-    assert turned_error < error / 2
-
-
 @pytest.mark.parametrize("tile", [64, 128])
 def test_logits_are_close(tile: int, device: str) -> None:
     """With what the mean took given back, both copies of the keys have the same logits."""
@@ -553,28 +534,6 @@ def test_values_are_those_of_fp8_values(device: str) -> None:
     places = torch.arange(80, device=device)
     slot = places // 16 * 16 + places % 4 // 2 * 8 + places % 16 // 4 * 2 + places % 2
     assert (values[..., slot >= 75].float() == 0).all()
-
-
-def test_values_in_place_by_hand(device: str) -> None:
-    """The first entry of token `n` is `n`, the others are 1/4; 20 tokens leave 12 places of the second group empty."""
-    v = torch.full((1, 1, 20, 64), 0.25, device=device)
-    v[..., 0] = torch.arange(1, 21, device=device)
-    order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15], device=device)
-    order = torch.cat((order, 16 + order))
-    for f in (fp8_value_tiles_triton, fp8_value_tiles.reference):
-        values, tile_log2, of_tokens = f(v, None, 64)
-        assert values.shape == (1, 2, 64, 32)
-        torch.testing.assert_close(of_tokens[0, 0].exp2().cpu(), torch.arange(1, 21) / 448, rtol=1e-6, atol=0)
-        torch.testing.assert_close(of_tokens[0, 1].cpu(), 448 / torch.arange(1, 21), rtol=1e-6, atol=0)
-        # Of every eight slots, two to a group: the greatest are 18 (slots 16 and 17), 20, 14 and 16.
-        greatest = torch.tensor([18.0, 20.0, 14.0, 16.0])
-        torch.testing.assert_close(tile_log2[0, 0, 0].exp2().cpu(), greatest / 448, rtol=1e-6, atol=0)
-        whole, plain = values[0].float()
-        assert torch.equal(plain[0], torch.where(order < 20, 448.0, 0.0))
-        want = (order + 1) * 448 / greatest.to(device)[order % 8 // 2]
-        torch.testing.assert_close(whole[0], want.where(order < 20, 0.0), rtol=1 / 16, atol=0)
-        want = 112 / (order + 1)
-        torch.testing.assert_close(plain[1], want.where(order < 20, 0.0), rtol=1 / 16, atol=0)
 
 
 def test_empty_slots_of_tiles_are_zeros(device: str) -> None:

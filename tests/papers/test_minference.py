@@ -126,12 +126,6 @@ def test_keys_that_the_nearest_distances_keep_take_no_budget() -> None:
     ]  # two distances spare two keys
 
 
-def test_no_budget_is_too_large() -> None:
-    scores = scores_of(83, vertical=[40], slash=[30])
-    mask = VerticalSlashTopK(1000, 6096)(scores)
-    assert torch.equal(mask.keep, mask.grid.visible)
-
-
 def test_budgets_per_head() -> None:
     scores = scores_of(96, vertical=[40, 50, 60], slash=[30, 20, 25], Hq=2)
     selector = VerticalSlashTopK([1, 2], [2, 1], sink=0, recent=1)

@@ -267,16 +267,6 @@ def test_softcap_and_sinks(N: int, dtype: torch.dtype, device: str) -> None:
         assert_right(evolve(call, change=a_change(4, device, softcap=softcap, sinks=sinks)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 3, 7])
-@pytest.mark.parametrize(("M", "causal"), [(90, True), (41, True), (41, False)])
-def test_softcap_and_sinks_in_groups_and_chunks(group: int, M: int, causal: bool, device: str) -> None:
-    batch = 2 if group == 1 else 1  # sinks go by head: a second prompt needs no groups
-    q, k, v = make_qkv(B=batch, N=90, M=M, Hq=2 * group, Hkv=2, D=20, Dv=12, device=device)
-    call = arguments(3 * q, k, v, block=32, causal=causal, tiles=TritonTiles(16, 16, 4, 2))
-    assert_right(evolve(call, change=a_change(2 * group, device)))
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of squares that overflow and are not taken
 @pytest.mark.parametrize("softcap", [1e-30, 0.3, 30.0, 1e30])
 def test_softcaps_of_any_size(softcap: float, device: str) -> None:

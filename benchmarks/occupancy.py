@@ -1,8 +1,8 @@
 """What tiles of the portable attention kernel would come to on GPUs that are not here, by a model.
 
-    python -m tests.kernels.attention.occupancy --json docs/evidence/tiles.json
+    python -m benchmarks.occupancy --json docs/evidence/tiles.json
 
-Compiles the kernel with many tiles for each GPU below, reads registers and shared memory from the compiler's report, and
+Compiles the kernel with many tiles for each GPU below, reads registers and shared memory from the compiler, and
 prints a table. docs/evidence/tiles.md has it, and explains the model; nothing here is measured.
 """
 
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from tests.kernels.ahead import report_of, triton_target
+from tests.kernels.launched import gathered
 
 import blocksparse as bs
 from blocksparse.kernels.common.hardware import TARGETS, Hardware
 from blocksparse.kernels.common.tiles import TritonTiles, portable
-from tests.kernels.ahead import report_of, triton_target
-from tests.kernels.launched import gathered
 
 
 class Rates(NamedTuple):
@@ -45,7 +45,10 @@ RATES = {
 }
 CANDIDATES = [
     TritonTiles(m, n, warps, stages)
-    for m, n, warps in ((128, 128, 8), (128, 64, 8), (128, 64, 4), (128, 32, 8), (128, 32, 4), (64, 64, 8), (64, 64, 4), (64, 32, 8), (64, 32, 4), (32, 32, 4))
+    for m, n, warps in (
+        (128, 128, 8), (128, 64, 8), (128, 64, 4), (128, 32, 8), (128, 32, 4),
+        (64, 64, 8), (64, 64, 4), (64, 32, 8), (64, 32, 4), (32, 32, 4),
+    )
     for stages in (1, 2)
 ]  # fmt: skip
 
@@ -62,8 +65,8 @@ def programs(has: Hardware, shared: int, registers: int, warps: int) -> int:
 def clocks(rates: Rates, tiles: TritonTiles, D: int) -> dict[str, float]:
     """Clocks that each unit of a multiprocessor needs for one program and one tile of keys, in half precision.
 
-    Every warp reads the whole tile of keys and of values from shared memory; a pair takes some 8 operations of fp32
-    and one exponential, and what is accumulated is rescaled.
+    Every warp reads the whole tile of keys and of values from shared memory. A pair takes some 8 operations of
+    fp32 and one exponential, and what is accumulated is rescaled.
     """
     pairs, loaded = tiles.block_m * tiles.block_n, 2 * tiles.block_n * D * 2
     return {
