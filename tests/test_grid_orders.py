@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from runpy import run_path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
 from blocksparse.order.grid_orders import (
@@ -88,13 +85,6 @@ def test_simple_orders() -> None:
     assert cells_of(TileOrder(grid, (9, 9, 9))).tolist() == list(range(12))
 
 
-def test_tiles_are_contiguous() -> None:
-    grid, tile = (5, 6, 9), (2, 3, 4)
-    visited = (coordinates(cells_of(TileOrder(grid, tile)), grid) // torch.tensor(tile)).tolist()
-    runs = [now for now, before in zip(visited, [None, *visited], strict=False) if now != before]
-    assert runs == [[t, h, w] for t in range(3) for h in range(2) for w in range(3)]
-
-
 @each_grid
 @each_moving
 def test_text_stays_and_queries_stand_as_keys_do(order: type[GridOrder], grid: Sizes) -> None:
@@ -133,21 +123,6 @@ def test_a_chunk_keeps_the_order_of_its_queries(order: type[GridOrder], start: i
     line = not_none(whole.permutation.q_index)[0, 0]
     assert torch.equal(not_none(chunk.permutation.q_index), (line[line >= start] - start).expand(2, 4, -1))
     torch.testing.assert_close(chunk.output.out, whole.output.out[:, :, start:], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("M", [5, 100])
-def test_other_queries_stay_in_place(M: int) -> None:
-    """Cross attention: the keys are the video, the queries are something else."""
-    _, k, v = make_qkv(N=60, D=16, dtype=torch.float64)
-    q, _, _ = make_qkv(N=M, D=16, seed=1, dtype=torch.float64)
-    pipeline = bs.Pipeline(
-        HilbertOrder((3, 4, 5), suffix=None), bs.MeanPoolScorer(16), bs.Everything(), bs.ReferenceExecutor()
-    )
-    trace = pipeline.trace(q, k, v, causal=False)
-    assert trace.permutation.q_index is None
-    assert trace.permutation.k_index is not None
-    want = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -210,20 +185,6 @@ def test_orders_are_the_same_on_every_device(device: str) -> None:
     for order in MOVING:
         there = not_none(order((13, 30, 45)).cells(device))
         assert torch.equal(there.cpu(), cells_of(order((13, 30, 45))))
-
-
-def test_the_example_finds_the_papers_order() -> None:
-    """random < raster < Hilbert in similarity of both sides, and the other way round in density."""
-    pytest.importorskip("matplotlib")
-    example = run_path(str(Path(__file__).parents[1] / "examples" / "video_tokens.py"))
-    rows = {row.order: row for row in example["measure"]((4, 16, 16))}
-    assert list(rows) == ["random", "raster", "column", "time", "tile", "Hilbert"]
-    random, raster, hilbert = rows["random"], rows["raster"], rows["Hilbert"]
-    assert random.similarity_q < raster.similarity_q < hilbert.similarity_q
-    assert random.similarity_k < raster.similarity_k < hilbert.similarity_k
-    assert random.best > raster.best > hilbert.best
-    assert random.density > raster.density > hilbert.density
-    assert all(row.error < 0.05 for row in rows.values())
 
 
 @pytest.mark.parametrize(

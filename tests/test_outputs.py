@@ -34,17 +34,6 @@ def test_out_is_that_of_a_call_and_lse_that_of_the_mask() -> None:
         torch.testing.assert_close(output.lse.gather(2, query).double(), want, atol=1e-5, rtol=0)
 
 
-def test_halves_of_the_keys_merge() -> None:
-    q, k, v = make_qkv(N=128, M=64)
-    everything = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Everything(), bs.CpuExecutor())
-    whole = everything.with_lse(q, k, v, causal=False)
-    parts = [everything.with_lse(q, k[:, :, s], v[:, :, s], causal=False) for s in (slice(64), slice(64, 128))]
-    lse = torch.stack([part.lse for part in parts if part.lse is not None])
-    out = (torch.stack([part.out for part in parts]) * lse.softmax(0).unsqueeze(-1)).sum(0)
-    torch.testing.assert_close(out, whole.out)
-    torch.testing.assert_close(lse.logsumexp(0), whole.lse)
-
-
 class Wrapped(ByReference):
     """`CpuExecutor`, but it would have a plain call attend densely, and may leave out the lse."""
 

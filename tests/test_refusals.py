@@ -315,7 +315,27 @@ INPUTS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda call: call(Q, K, V, softcap=-1.0), "'softcap' | -1.0"),
     (lambda call: call(Q, K, V, sinks=[0.1, 0.2]), "'sinks' has 2 entries for 4 query heads"),
 ]  # fmt: skip
+CORRECTED = bs.MeanCorrectionExecutor(bs.ReferenceExecutor())
+
+
+def chooses(scorer: Any, selector: Any) -> object:
+    return bs.Pipeline(bs.Identity(), scorer, selector, bs.ReferenceExecutor())
+
+
 CALLS: list[tuple[Callable[[], Any], str]] = [
+    # Sizes and options that do not go together.
+    (lambda: bs.FlattenMaxPoolScorer(96), "'block' | multiple of 'g' (64): 96"),
+    (lambda: bs.FlattenMaxPoolScorer(64, 32, k_block=48), "'k_block' | multiple of 'g' (32): 48"),
+    (lambda: bs.AntidiagonalScorer(8, block=16, k_block=20), "'k_block' | multiple of 'stride' (8): 20"),
+    (lambda: bs.VerticalSlashCdf(0.9, min_budget=64, max_budget=32), "'max_budget' | 'min_budget' (64): 32"),
+    (lambda: bs.TopK(3, of_all_keys=True), "'of_all_keys' applies to 'share' alone"),
+    (lambda: bs.s2o(0.1, executor=bs.GatherExecutor(0.2)), "'tau' belongs to the executor"),
+    (lambda: bs.Int8Executor(scales="block", tiles=bs.HopperTiles(2, 128, 2)), "'scales' | 'token'"),
+    (lambda: chooses(bs.MeanLogitScorer(), bs.TopCdf(0.9)), "TopCdf needs a BlockMass | gives a BlockLogits"),
+    (lambda: chooses(bs.MeanPoolScorer(), bs.MeanStd(1.0)), "MeanStd needs a BlockLogits | gives a BlockMass"),
+    (lambda: bs.MeanCorrectionExecutor(CORRECTED), "would count twice. Give the executor"),
+    (lambda: bs.sol_attn(mean_correction=True, executor=CORRECTED), "would count twice. Give the executor"),
+    (lambda: bs.MeanCorrectionExecutor(ANY.GatherExecutor(0.1)), "RankedBlockMask, and MeanCorrection"),
     # Names and numbers of presets.
     (lambda: ANY.auto("best"), "'quality' | 'careful', 'balanced' or 'fast' | 'best'"),
     (lambda: bs.xattention(90), "'mass' | (0, 1] | 90"),

@@ -205,7 +205,7 @@ def test_an_executor_writes_its_rows_and_no_others(
     assert bool((everything[:, :, 131:] == 7).all())
 
 
-@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=lambda executor: type(executor).__name__)
+@pytest.mark.parametrize("executor", [*EXECUTORS[1:], bs.MeanCorrectionExecutor(bs.CpuExecutor())], ids=repr)
 def test_an_executor_refuses_what_cannot_hold_its_output(executor: Any, device: str) -> None:
     q, k, v = make_qkv(N=64, M=40, D=16, Hq=2, Hkv=1, device="cpu")
     permutation = bs.Identity()(q, k, bs.AttentionSpec(scale=0.2))

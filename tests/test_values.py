@@ -510,15 +510,6 @@ class TakesEither(bs.Selector[bs.BlockMass | bs.VerticalSlashScores, bs.BlockMas
         return bs.TopK(2)(scores)
 
 
-class Undocumented(bs.BlockMass):
-    pass
-
-
-class TakesUndocumented(bs.Selector[Undocumented, bs.BlockMask]):
-    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
-        return bs.TopK(2)(scores)
-
-
 ScoresT = TypeVar("ScoresT", bound=bs.BlockScores)
 
 
@@ -559,13 +550,6 @@ def test_type_parameters_through_a_family_of_stages() -> None:
     with pytest.raises(TypeError, match=f"OfMasses needs a BlockMass, and NoScorer gives a BlockScores: {Masses}"):
         composed(bs.Identity(), bs.NoScorer(), OfMasses(), REFERENCE)()
     bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), OfMasses(), REFERENCE)
-
-
-def test_values_need_no_docstring() -> None:
-    with pytest.raises(
-        TypeError, match=r"TakesUndocumented needs an Undocumented, and NoScorer gives a BlockScores$"
-    ):
-        bs.Pipeline(bs.Identity(), bs.NoScorer(), wrong(TakesUndocumented()), REFERENCE)
 
 
 def test_a_pipeline_that_also_keeps_what_a_selector_keeps() -> None:

@@ -158,13 +158,6 @@ def test_no_row_looks_past_its_own_queries(k_block: int) -> None:
     assert not torch.equal(score(scorer, q, k)[:, :, 3:], score(scorer, *changed)[:, :, 3:])
 
 
-def test_what_the_scorer_refuses() -> None:
-    with pytest.raises(ValueError, match=r"'block' must be a multiple of 'g' \(64\): 96"):
-        FlattenMaxPoolScorer(96)
-    with pytest.raises(ValueError, match=r"'k_block' must be a multiple of 'g' \(32\): 48"):
-        FlattenMaxPoolScorer(64, 32, k_block=48)
-
-
 # The rescues
 
 

@@ -378,8 +378,3 @@ def test_the_last_chunk_chooses_as_the_whole_prompt(as_released: bool) -> None:
     )
     whole, last = pipeline.trace(q, k, v), pipeline.trace(q[:, :, 70:], k, v)
     assert torch.equal(kept_pairs(last.mask), kept_pairs(whole.mask)[:, :, 70:])
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="'max_budget' must be at least 'min_budget' \\(64\\): 32"):
-        VerticalSlashCdf(0.9, min_budget=64, max_budget=32)

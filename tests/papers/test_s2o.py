@@ -412,8 +412,6 @@ def test_prefix_order_without_groups() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ValueError, match="'tau' belongs to the executor"):
-        s2o(0.1, executor=GatherExecutor(0.2))
     pipeline = s2o()
     with pytest.raises(TypeError, match=r"RankedBlockMask, and Union gives .*first=b\)` makes one of `a \| b`"):
         attrs.evolve(pipeline, selector=pipeline.selector | bs.Band(64))  # type: ignore[arg-type]

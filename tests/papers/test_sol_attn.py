@@ -59,10 +59,3 @@ def test_equal_logits_keep_only_neighbours() -> None:
     keep = bs.sol_attn(0.0, block=8, executor=bs.ReferenceExecutor()).trace(x, x, x, causal=False).mask.keep[0, 0]
     i = torch.arange(8)
     assert torch.equal(keep, (i[:, None] - i).abs() <= 1)
-
-
-def test_logits_are_no_mass() -> None:
-    with pytest.raises(TypeError, match="TopCdf needs a BlockMass, and MeanLogitScorer gives a BlockLogits"):
-        bs.Pipeline(bs.Identity(), bs.MeanLogitScorer(), bs.TopCdf(0.9), bs.ReferenceExecutor())  # type: ignore[misc]
-    with pytest.raises(TypeError, match="MeanStd needs a BlockLogits, and MeanPoolScorer gives a BlockMass"):
-        bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.MeanStd(1.0), bs.ReferenceExecutor())  # type: ignore[misc]

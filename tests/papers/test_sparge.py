@@ -311,10 +311,3 @@ def test_top_k_shares() -> None:
     )
     mask = bs.TopK(share=0.07)(bs.BlockScores(torch.zeros(1, 1, 1, 100), grid))
     assert int(mask.keep.sum()) == 7  # .07 * 100 is 7.000000000000001 in float64
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"give 'mass' or 'share', not both: 0\.9 and 0\.5"):
-        sparge(0.9, share=0.5)
-    with pytest.raises(ValueError, match="'of_all_keys' applies to 'share' alone"):
-        bs.TopK(3, of_all_keys=True)

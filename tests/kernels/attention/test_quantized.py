@@ -367,8 +367,3 @@ def test_fp8_needs_wide_tiles(device: str) -> None:
     front = bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2)
     with pytest.raises(ValueError, match="fp8 products need tiles of at least 32 keys, not 16"):
         bs.Pipeline(*front, bs.Int8Executor())(*make_qkv(D=16, device=device))
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="'scales' must be 'token' with HopperTiles"):
-        bs.Int8Executor(scales="block", tiles=bs.HopperTiles(2, 128, 2))
