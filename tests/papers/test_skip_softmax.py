@@ -68,6 +68,13 @@ def test_a_short_prompt_is_attended_exactly() -> None:
     assert trace.visited is trace.mask
 
 
+def test_no_query_leaves_out_logits_that_are_nan() -> None:
+    q, k, v = make_qkv(N=40, D=8, dtype=torch.float64)
+    k[:, :, 8:16] = float("nan")
+    trace = bs.skip_softmax(FACTOR, block=8).trace(q, k, v)
+    assert bool(trace.visited.keep[:, :, 1:, 1].all())
+
+
 def test_a_layers_window_softcap_and_sinks() -> None:
     """With nothing left out it is the reference, whatever a layer asks for."""
     case = small(7, causal=True, N=50)
