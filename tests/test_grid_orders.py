@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import blocksparse as bs
 from blocksparse.order.grid_orders import (
@@ -123,6 +124,21 @@ def test_a_chunk_keeps_the_order_of_its_queries(order: type[GridOrder], start: i
     line = not_none(whole.permutation.q_index)[0, 0]
     assert torch.equal(not_none(chunk.permutation.q_index), (line[line >= start] - start).expand(2, 4, -1))
     torch.testing.assert_close(chunk.output.out, whole.output.out[:, :, start:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("M", [5, 100])
+def test_other_queries_stay_in_place(M: int) -> None:
+    """Cross attention: the keys are the video, the queries are something else."""
+    _, k, v = make_qkv(N=60, D=16, dtype=torch.float64)
+    q, _, _ = make_qkv(N=M, D=16, seed=1, dtype=torch.float64)
+    pipeline = bs.Pipeline(
+        HilbertOrder((3, 4, 5), suffix=None), bs.MeanPoolScorer(16), bs.Everything(), bs.ReferenceExecutor()
+    )
+    trace = pipeline.trace(q, k, v, causal=False)
+    assert trace.permutation.q_index is None
+    assert trace.permutation.k_index is not None
+    want = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(trace.output.out, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
