@@ -291,16 +291,6 @@ def test_sinks_that_a_dtype_rounds_are_taken(dtype: torch.dtype) -> None:
         assert spec.sinks == bs.AttentionSpec(scale=1.0, sinks=[float(torch.tensor(size, dtype=dtype))] * 4).sinks
 
 
-@or_window
-def test_an_audit_compares_with_dense_attention_with_the_same_logits(change: Change) -> None:
-    q, k, v = make_qkv(N=100, D=16)
-    audit = Audit(rows=100, every=1)
-    AuditedAttention(all_of_it(bs.CpuExecutor()), 0, audit)(q * 4, k, v, **change)
-    (layer,) = audit.layers()
-    assert abs(not_none(layer.covered_mass).value - 1) < 1e-5
-    assert not_none(layer.error).value < 1e-5
-
-
 @pytest.mark.parametrize("sink", [-3.0, 2.0, 6.0])
 def test_a_sink_covers_nothing(sink: float) -> None:
     """Traces and audits say how much of the weights on pairs is covered, which a sink does not change."""
@@ -313,18 +303,6 @@ def test_a_sink_covers_nothing(sink: float) -> None:
     (layer,) = audit.layers()
     assert 0.1 < float(want.mean()) < 0.9
     assert abs(not_none(layer.covered_mass).value - float(want.mean())) < 1e-3
-
-
-@each_change
-def test_an_audit_falls_back_to_dense_attention_with_the_same_logits(change: Change) -> None:
-    q, k, v = make_qkv(N=100, D=16)
-    sparse: Any = bs.Pipeline(bs.Identity(), bs.NoScorer(16), bs.Band(1), bs.CpuExecutor())
-    want = attrs.evolve(sparse, selector=bs.Everything())(q, k, v, **change)
-    audited = AuditedAttention(sparse, 0, Audit(rows=100, every=1, max_error=0.01, fall_back=True))
-    assert not torch.allclose(audited(q, k, v, **change), want, atol=1e-3)
-    audited.audit.layers()  # waits for the comparison
-    torch.testing.assert_close(audited(q, k, v, **change), want)
-    torch.testing.assert_close(audited.trace(q, k, v, **change).output.out, want)
 
 
 # Sliding windows

@@ -76,17 +76,6 @@ def test_layers_with_and_without_a_window_share_no_choice() -> None:
     assert one.grid.window == 48
 
 
-def test_layers_that_scale_logits_differently_share_a_choice() -> None:
-    config = transformers.GPT2Config(
-        vocab_size=61, n_embd=32, n_layer=4, n_head=4, n_positions=256, scale_attn_by_inverse_layer_idx=True
-    )
-    model, (executor, pipeline) = transformers.GPT2LMHeadModel(config).eval(), watching()
-    schedule = bs.Schedule(pipeline, same_choice=((0, 1, 2, 3),))
-    with torch.no_grad(), language.attach(model, schedule, min_tokens=16):
-        model(torch.randint(1, 61, (1, 150)))
-    assert [mask is executor.masks[0] for mask in executor.masks] == [True] * 4
-
-
 def test_nothing_is_kept_of_forward_calls_in_which_the_first_layer_is_dense() -> None:
     """The next layer chooses for the others, anew in each call."""
     model, (executor, pipeline) = tiny_llama(num_hidden_layers=4), watching()

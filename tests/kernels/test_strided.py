@@ -181,17 +181,6 @@ def test_mass(sizes: dict[str, Any], size: float, asked: dict[str, Any], tiles: 
     assert_mass(of_mass(size * q, k, **asked), tiles)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200])
-def test_a_cell_has_a_mass_of_one(N: int, dtype: torch.dtype, device: str) -> None:
-    q, k = qk(device, N=N, D=32, dtype=dtype)
-    got = assert_mass(of_mass(4 * q, k))
-    cells_in_row = torch.full((got.shape[2],), 4.0, device=device)
-    cells_in_row[-1] = -(-N // 4) - 4 * (got.shape[2] - 1)
-    torch.testing.assert_close(got.sum(-1), cells_in_row.expand(got.shape[:3]), rtol=1e-4, atol=0)
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN, in the interpreter
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["q", "k"])
@@ -344,14 +333,3 @@ def test_mass_does_not_depend_on_what_comes_later(high: int, device: str) -> Non
     for end, M in ((34 * 32, 64), (4 * 32, 128)):
         got = run(**of_mass(4 * q[:, :, end - M : end], k[:, :, :end], 1, high=high))
         assert torch.equal(got, whole[:, :, (end - M) // high : end // high, : end // 4])
-
-
-@pytest.mark.parametrize("M", [64, 50])
-def test_a_scorer_takes_it(M: int, device: str) -> None:
-    q, k = qk(device, N=64, M=M)
-    scorer = bs.AntidiagonalScorer(4, block=16)
-    got, want = (
-        scorer(*given, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25)).values
-        for given in ((q, k), (q.cpu(), k.cpu()))
-    )
-    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-6)

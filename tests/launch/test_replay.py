@@ -510,13 +510,6 @@ def test_dense_calls_look_nothing_up(monkeypatch: pytest.MonkeyPatch, device: st
     assert not module.GRAPHS._seen
 
 
-def test_traces_run_stages(device: str) -> None:
-    pipeline = captured(quick(), inputs(1, device))
-    new = inputs(2, device)
-    trace = pipeline.trace(*new)
-    assert torch.equal(trace.output.out, pipeline(*new))
-
-
 @needs_gpu
 @pytest.mark.parametrize("name", every_preset)
 def test_cuda_graphs_streams_and_replays(name: str, device: str) -> None:
@@ -888,30 +881,6 @@ def test_an_error_is_not_replayed(device: str) -> None:
 
 
 # The cache of graphs.
-
-
-@frozen
-class Value:
-    """Something that a method is called on: equal ones share graphs."""
-
-    by: float
-    ran: list[int]
-
-    def run(self, x: Tensor) -> Tensor:
-        self.ran.append(1)
-        return plus(x, self.by)
-
-
-def test_graphs_belong_to_the_value(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A new object for each call comes to be replayed, and one of another value is another call."""
-    monkeypatch.setattr(Value, "__hash__", lambda self: hash(self.by))
-    monkeypatch.setattr(Value, "__eq__", lambda self, other: self.by == other.by)
-    monkeypatch.setattr(Value, "__module__", "blocksparse")
-    ran: list[int] = []
-    for _ in range(5):
-        for by in (1.0, 2.0):
-            assert float(replayed(Value(by, ran).run, torch.zeros(1, 1, device=device))) == by
-    assert len(ran) == 4
 
 
 def made(calls: GraphCache, *keys: int) -> str:
