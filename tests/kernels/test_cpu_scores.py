@@ -16,15 +16,10 @@ from blocksparse.kernels.score.block_mean import block_mean, block_similarity
 from blocksparse.kernels.score.last_queries import last_query_weights
 from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.testing import make_qkv
-from tests.kernels.test_strided import of_mass
+from tests.kernels.test_strided import of_mass as arguments
 
 pytestmark = pytest.mark.skipif(not cpu_scores.takes(torch.zeros(1)), reason="no compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def arguments(*given: Any, **changed: Any) -> dict[str, Any]:
-    """Of `strided_mass`; a softmax over all cells of a row is not the compiled kernel's."""
-    return {name: x for name, x in of_mass(*given, **changed).items() if name != "joint"}
 
 
 def assert_mass_is_right(given: dict[str, Any]) -> None:

@@ -175,12 +175,16 @@ class SampledQueriesScorer(Scorer[GlobalPermutation, BlockMass]):
             queries,
             permutation.gather_keys(k),
             StridedPooling(
-                1, 0, grid.q_block // self.every, grid.k_block, spec.causal, padded_tail=False, **visible
+                1,
+                0,
+                grid.q_block // self.every,
+                grid.k_block,
+                spec.causal,
+                padded_tail=False,
+                first_cell=(grid.first_position + sampled.start) // self.every,
+                **visible,
             ),
-            first_cell=(grid.first_position + sampled.start) // self.every,
-            segment=None,
             weight=spec.scale,
-            flipped=False,
             floor=scores.values,
             factor=self.weight,
         )

@@ -119,12 +119,20 @@ class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         mass = strided_mass(
             queries,
             keys,
-            StridedPooling(slots, lead, high, wide, spec.causal, self.padded_tail, **visible),
-            first_cell=offset // self.stride,
-            segment=None if segment is None else segment // self.stride,
+            StridedPooling(
+                slots,
+                lead,
+                high,
+                wide,
+                spec.causal,
+                self.padded_tail,
+                offset // self.stride,
+                None if segment is None else segment // self.stride,
+                self.pattern == "antidiagonal",
+                not self.normalize,
+                **visible,
+            ),
             weight=weight,
-            flipped=self.pattern == "antidiagonal",
-            joint=not self.normalize,
         )
         return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
 
@@ -196,12 +204,18 @@ class QueryRowsScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         mass = strided_mass(
             permutation.gather_queries(q),
             keys,
-            StridedPooling(1, 0, self.block, 1, spec.causal, padded_tail=False, **_row_visibility(grid)),
-            first_cell=grid.first_position,
-            segment=None,
+            StridedPooling(
+                1,
+                0,
+                self.block,
+                1,
+                spec.causal,
+                padded_tail=False,
+                first_cell=grid.first_position,
+                joint=True,
+                **_row_visibility(grid),
+            ),
             weight=spec.scale,
-            flipped=False,
-            joint=True,
         )
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
 

@@ -115,6 +115,10 @@ class StridedPooling:
     wide: int  # key cells per block
     causal: bool  # if not, every query meets every key, and positions are not looked at
     padded_tail: bool  # what takes no part counts as zeros, not as the mean of the tokens of its cell
+    first_cell: int = 0  # index of the first query cell in the whole prompt
+    segment: int | None = None  # cells per segment: a query cell then looks at earlier segments only
+    flipped: bool = False  # the last slot of a query cell meets the first one of a key cell, and so on
+    joint: bool = False  # one softmax over all query cells of a row of blocks, not one for each
     # Where all is in order, a query cell reaches the key cells up to number `(cell + 1) * every - 1`, for one query in `every`.
     every: int = 1
     q_last: Tensor | None = None  # [B|1, Hm, query cells or rows of blocks] int32, the last position in each

@@ -42,11 +42,7 @@ def strided_mass_on_cpu(
     k: Tensor,
     of: StridedPooling,
     *,
-    first_cell: int,
-    segment: int | None,
     weight: float,
-    flipped: bool,
-    joint: bool = False,
     floor: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
@@ -54,7 +50,7 @@ def strided_mass_on_cpu(
     q_filler, k_filler = fillers(q, k, of, edge_means)
     q = strided_view(q, of.slots, of.q_lead, q_filler)  # [B, Hq, cells, slots, D]
     k = strided_view(k, of.slots, 0, k_filler)
-    queries, keys = q.shape[2], k.shape[2]
+    queries, keys, first_cell = q.shape[2], k.shape[2], of.first_cell
     call = _of_tokens("StridedMassCall", q, k)
     # A block far larger than the prompt is cut to one that holds all of its cells.
     high, wide = min(of.high, max(first_cell + queries, ROOM)), min(of.wide, max(keys, ROOM))
@@ -74,10 +70,10 @@ def strided_mass_on_cpu(
             call.set(**{f"{side}_at_heads": at.shape[1], f"{side}_at_batch": at[0].numel() * (len(at) > 1)})
     else:
         call.set(q_at_heads=1, k_at_heads=1)
-    if segment is not None:
-        call.set(limit=cell // segment * segment)
+    if of.segment is not None:
+        call.set(limit=cell // of.segment * of.segment)
     mass = q.new_empty((*q.shape[:2], rows, cols), dtype=torch.float32)
-    call.set(high=high, wide=wide, empty=empty, weight=weight, flipped=flipped, rows=rows, cols=cols, mass=mass)
+    call.set(high=high, wide=wide, empty=empty, weight=weight, flipped=of.flipped, rows=rows, cols=cols, mass=mass)
     _make("strided_mass", call)
     return greater(mass, floor, factor)
 

@@ -45,8 +45,8 @@ def _fill_tiles(q: Tensor, k: Tensor, of: StridedPooling, **_: object) -> bool:
     return (of.wide <= 64 or q.shape[-1] * q.element_size() <= 512) and pooled_tiles(q, of.wide) is not None
 
 
-def _runs_on_cpu(q: Tensor, k: Tensor, of: StridedPooling, *, joint: bool = False, **_: object) -> bool:
-    return not joint and cpu_scores.takes(q, k)
+def _runs_on_cpu(q: Tensor, k: Tensor, of: StridedPooling, **_: object) -> bool:
+    return not of.joint and cpu_scores.takes(q, k)
 
 
 @on_gpus(*FLOATS, where=_fill_tiles)
@@ -56,11 +56,7 @@ def strided_mass(
     k: Tensor,
     of: StridedPooling,
     *,
-    first_cell: int,
-    segment: int | None,
     weight: float,
-    flipped: bool,
-    joint: bool = False,
     floor: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
@@ -70,14 +66,12 @@ def strided_mass(
         q: `[B, Hq, M, D]`, in slot order.
         k: `[B, H, N, D]`, in slot order. H divides Hq.
         of: the cells, with the last position of each query cell.
-        first_cell: index of the first query cell in the whole prompt.
-        segment: cells per segment. A query cell then looks at earlier segments only.
         weight: above 0, as the scales that stages get are.
-        joint: take one softmax over all query cells of a row of blocks. Otherwise each query cell has one.
         floor: the least mass `[B, Hq, rows, cols]`. The result is the greater of it and `factor` times this mass; the
             last of its rows may lack query cells.
     """
     slots, q_lead, causal, q_last, k_first = of.slots, of.q_lead, of.causal, of.q_last, of.k_first
+    first_cell, segment = of.first_cell, of.segment
     q_filler, k_filler = fillers(q, k, of, edge_means)
     q_cells, k_cells = strided_view(q, slots, q_lead, q_filler), strided_view(k, slots, 0, k_filler)
     keys = k_cells.flatten(3)  # [B, H, cells, slots * D]
@@ -108,7 +102,9 @@ def strided_mass(
         end = min((first_cell + last) * of.every, keys.shape[2]) if causal and in_order else keys.shape[2]
         begin = 0 if of.behind is None else min(max((first_cell + first + 1) * of.every - 1 - of.behind, 0), end)
         queries = q_cells[:, :, first:last]
-        logits = products((queries.flip(3) if flipped else queries).flatten(3), keys[:, :, begin:end]).mul_(weight)
+        logits = products((queries.flip(3) if of.flipped else queries).flatten(3), keys[:, :, begin:end]).mul_(
+            weight
+        )
         eligible = torch.ones(1, 1, last - first, end - begin, dtype=torch.bool, device=q.device)
         if causal and k_first is not None and q_last is not None:
             eligible = k_first[..., begin:end].unsqueeze(2) <= q_last[..., first:last].unsqueeze(3)
@@ -118,7 +114,7 @@ def strided_mass(
             eligible = eligible & (column[begin:end] < (cell[first:last] // segment * segment).unsqueeze(1))
         before, after = first - (top * high - empty), bottom * high - empty - last  # cells that these rows lack
         mass = _softmax(logits, eligible)
-        if joint:  # what is not eligible is now -inf
+        if of.joint:  # what is not eligible is now -inf
             mass = mass * _shares(logits.logsumexp(-1), high, before, after).unsqueeze(3)
         mass = pad(mass, (begin, cols * wide - end, before, after))
         masses.append(mass.unflatten(3, (cols, wide)).sum(4).unflatten(2, (-1, high)).sum(3))

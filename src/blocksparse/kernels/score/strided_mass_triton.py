@@ -48,11 +48,7 @@ def strided_mass_triton(
     k: Tensor,
     of: StridedPooling,
     *,
-    first_cell: int,
-    segment: int | None,
     weight: float,
-    flipped: bool,
-    joint: bool = False,
     floor: Tensor | None = None,
     factor: float = 1.0,
     tiles: ProductTiles | PooledTiles | None = None,
@@ -63,12 +59,12 @@ def strided_mass_triton(
         positions: dict[str, Any] = {name: for_heads(x, q.shape[1]) for name, x in given.items()}
         of = evolve(of, **positions)
     if of.slots == 1:
-        launch, block_m, block_n = _pooled(q, k, of, tiles, first_cell, segment, weight)
+        launch, block_m, block_n = _pooled(q, k, of, tiles, weight)
     else:
-        launch, block_m, block_n = _of_tokens(q, k, of, tiles, first_cell, segment, weight, flipped)
+        launch, block_m, block_n = _of_tokens(q, k, of, tiles, weight)
 
     (B, Hq, M, _), N = q.shape, k.shape[2]
-    high, wide = of.high, of.wide
+    high, wide, first_cell = of.high, of.wide, of.first_cell
     q_cells, k_cells = cdiv(of.q_lead + M, of.slots), cdiv(N, of.slots)
     empty = first_cell % high
     rows, cols = cdiv(empty + q_cells, high), cdiv(k_cells, wide)
@@ -93,7 +89,7 @@ def strided_mass_triton(
             last - first, k_tiles, top, top * high - empty - first, rows, cols,
             first_cell + first if of.causal and of.q_last is None else None,
             HIGH=high, PADDED_HIGH=padded_high, TILE_COLS=block_n // wide, WIDE=wide,
-            EVERY=of.every, JOINT=joint, **options,
+            EVERY=of.every, JOINT=of.joint, **options,
         )  # fmt: skip
     return mass
 
@@ -111,14 +107,7 @@ _POSITIONS = ("q_last", "k_first", "q_floor", "k_last")  # those of `StridedPool
 
 
 def _of_tokens(
-    q: Tensor,
-    k: Tensor,
-    of: StridedPooling,
-    tiles: ProductTiles | PooledTiles | None,
-    first_cell: int,
-    segment: int | None,
-    weight: float,
-    flipped: bool,
+    q: Tensor, k: Tensor, of: StridedPooling, tiles: ProductTiles | PooledTiles | None, weight: float
 ) -> tuple[Callable[..., None], int, int]:
     """A launcher of the kernel over cells of tokens for a band, and the cells of queries and keys in a tile."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
@@ -132,21 +121,15 @@ def _of_tokens(
         sums_of_tiles[(q_tiles * (Hq // H) * k_tiles, H, B)](
             *sources, q, k, q_filler, k_filler, of.q_last, of.k_first, sums, peak, total,
             q.stride()[:3], k.stride()[:3], head_strides_of(of.q_last), head_strides_of(of.k_first),
-            M, N, of.q_lead, first, last, first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), segment,
-            D=D, SLOTS=of.slots, WIDE=of.wide, GROUP=_GROUP, CAUSAL=of.causal, FLIPPED=flipped, **options,
+            M, N, of.q_lead, first, last, of.first_cell, end, q_tiles, k_tiles, weight * math.log2(math.e), of.segment,
+            D=D, SLOTS=of.slots, WIDE=of.wide, GROUP=_GROUP, CAUSAL=of.causal, FLIPPED=of.flipped, **options,
         )  # fmt: skip
 
     return launch, options["BLOCK_M"], options["BLOCK_N"]
 
 
 def _pooled(
-    q: Tensor,
-    k: Tensor,
-    of: StridedPooling,
-    tiles: ProductTiles | PooledTiles | None,
-    first_cell: int,
-    segment: int | None,
-    weight: float,
+    q: Tensor, k: Tensor, of: StridedPooling, tiles: ProductTiles | PooledTiles | None, weight: float
 ) -> tuple[Callable[..., None], int, int]:
     """`_of_tokens` for cells of one slot."""
     (_, Hq, M, D), (B, H, N, _) = q.shape, k.shape
@@ -167,7 +150,7 @@ def _pooled(
         sums_of_pooled[(q_tiles * (Hq // H) * cdiv(k_tiles, span), H, B)](
             q_source, k_source, q, k, of.q_last, of.k_first, of.q_floor, of.k_last, sums, peak, total,
             head_strides_of(of.q_last), head_strides_of(of.k_first),
-            M, N, first, last, first_cell, end, q_tiles, k_tiles, span, weight * math.log2(math.e), of.behind, segment,
+            M, N, first, last, of.first_cell, end, q_tiles, k_tiles, span, weight * math.log2(math.e), of.behind, of.segment,
             D=D, BLOCK_D=block_d, WIDE=of.wide, CAUSAL=of.causal, EVERY=of.every, PRECISION=fp32_products(),
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
