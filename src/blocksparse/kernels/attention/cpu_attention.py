@@ -81,21 +81,11 @@ def may_skip(kept: Kept, positions: TokenPositions) -> bool:
     return kept.q_block <= 128 and kept.k_block in (32, 64, 96, 128) and positions.group_of_row is None
 
 
-def dense_cpu_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    change: LogitChange = UNCHANGED,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def dense_cpu_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Dense attention by the CPU kernel; when causal, queries are the last M of the N tokens."""
     call, rows, cols = Call(SOURCE, "Call"), -(-q.shape[2] // 128), -(-k.shape[2] // 128)
     call.set(q_block=128, k_block=128, rows=rows, cols=cols)
-    return _attend(call, q, k, v, scale, causal, window, change, out)
+    return _attend(call, q, k, v, scale, causal, None, UNCHANGED, None)
 
 
 def cpu_gather_attention(
