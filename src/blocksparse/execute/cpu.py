@@ -8,7 +8,6 @@ from typing import final
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn.functional import pad
 
 from blocksparse.check.validators import UserError
 from blocksparse.execute.executor import AttentionOutput, Executor
@@ -58,13 +57,13 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
             kept, change = Kept(mask.keep, mask.grid.q_block, mask.grid.k_block), spec.for_kernel(q)
             written = cpu_attention(q, k, v, kept, mask.grid.positions, scale=spec.scale, change=change, out=out)
             return AttentionOutput(*written).written_to(out)
-        result, lse, _ = attend_by_rows(q, k, v, mask, spec)
+        result, lse = _attend_by_rows(q, k, v, mask, spec)
         large = (lse.abs() > _LARGE_LSE) & lse.isfinite()
         if bool(large.any()):  # each query decides for itself, so no bit of it depends on others
-            wide_result, wide_lse, _ = attend_by_rows(q.double(), k.double(), v.double(), mask, spec)
-            result = torch.where(large.unsqueeze(3), wide_result.to(v.dtype), result)
-            lse = torch.where(large, wide_lse.to(lse.dtype), lse)
-        return AttentionOutput(result, lse).written_to(out)
+            wide_result, wide_lse = _attend_by_rows(q.double(), k.double(), v.double(), mask, spec)
+            result = torch.where(large.unsqueeze(3), wide_result.to(result.dtype), result)
+            lse = torch.where(large, wide_lse, lse)
+        return AttentionOutput(result.to(v.dtype), lse.to(wide_dtype(q))).written_to(out)
 
     def runs_by(self, q: Tensor, k: Tensor, v: Tensor) -> str:
         """The implementation that runs these inputs: the compiled kernel, or plain products and why."""
@@ -73,53 +72,30 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
         return "the compiled kernel"
 
 
-def attend_by_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    spec: AttentionSpec,
-    *,
-    skip: float | None = None,
-    tile: int = 1,
-) -> tuple[Tensor, Tensor, BlockMask | None]:
-    """`out` `[B, Hq, M, Dv]` of the dtype of v, `lse` `[B, Hq, M]` in fp32 or better, and the visited blocks.
-
-    Plain products attend to the kept blocks, with some queries of a row of blocks of one head at a time.
-
-    Args:
-        skip: below 0. A query leaves out a tile of `tile` keys if the tile's greatest logit lies more than this
-            below the greatest one of earlier tiles. Only blocks that the row sees whole count. A block is visited
-            if some query of the row does not leave it out.
-    """
+def _attend_by_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Output `[B, Hq, M, Dv]` and lse `[B, Hq, M]` in original order, of some queries of one head at a time."""
     grid, keep, dtype = mask.grid, mask.per_query_head(), wide_dtype(q)
-    q, k, values = (x.to(dtype) for x in (q, k, v))
-    full, visited = for_heads(grid.full, grid.q_heads).expand(keep.shape), keep.clone()
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    full = for_heads(grid.full, grid.q_heads).expand(keep.shape)
     out = empty_as(q, v.shape[3], dtype).zero_()
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float64)  # so that sinks are added exactly
     for row in range(grid.rows):
         queries, slots = mask.queries(row), mask.slots(row)
         for b, h in keep[:, :, row].any(2).nonzero().tolist():
-            whole, of = keep[b, h, row] & full[b, h, row], h * k.shape[1] // grid.q_heads
-            everywhere, somewhere = slots[b, h][whole].flatten(), slots[b, h][keep[b, h, row] & ~whole].flatten()
-            used = torch.zeros_like(whole)
+            kept, whole, of = keep[b, h, row], full[b, h, row], h * k.shape[1] // grid.q_heads
+            everywhere, somewhere = slots[b, h][kept & whole].flatten(), slots[b, h][kept & ~whole].flatten()
             for query in queries[b, h].split(_ROWS):
                 seen = grid.is_visible((query + grid.first_position).unsqueeze(1), somewhere)
                 there = seen.any(0)
                 key = torch.cat((everywhere, somewhere[there]))
                 if not len(key):
                     continue
-                its_k, its_v = (x[b, of].index_select(0, key) for x in (k, values))
+                its_k, its_v = (x[b, of].index_select(0, key) for x in (k, v))
                 logits = products(q[b, h, query][None, None], its_k[None, None])[0, 0]
                 logits = spec.capped(logits.mul_(spec.scale))
                 logits[:, len(everywhere) :].masked_fill_(~seen[:, there], float("-inf"))
-                if skip is not None and len(everywhere):
-                    tiles = logits[:, : len(everywhere)].unflatten(1, (-1, tile))
-                    best = tiles.amax(2)
-                    met = pad(best.cummax(1).values[:, :-1], (1, 0), value=float("-inf"))
-                    skipped = best - met < skip
-                    tiles.masked_fill_(skipped.unsqueeze(2), float("-inf"))
-                    used[whole] |= ~skipped.all(0).view(-1, grid.k_block // tile).all(1)
                 peak = logits.amax(1, keepdim=True)
                 nothing = peak == float("-inf")
                 weight = logits.sub_(peak.masked_fill(nothing, 0.0)).exp_()
@@ -128,9 +104,7 @@ def attend_by_rows(
                 # A weight of 0 must not meet an infinite value where a query sees no key.
                 sums = products(weight[None, None], its_v.mT[None, None])[0, 0]
                 out[b, h, query] = (sums / total).masked_fill_(nothing, 0.0)
-            visited[b, h, row] &= used | ~whole
-    result, lse = spec.with_sinks(out, lse)
-    return result.to(v.dtype), lse.to(dtype), None if skip is None else BlockMask(visited, grid)
+    return spec.with_sinks(out, lse)
 
 
 _SOURCES = SOURCE, cpu_scores.SOURCE
