@@ -13,7 +13,7 @@ from blocksparse.kernels.layout.gather import band_channels, gather_pages, gathe
 from tests.kernels.compare import assert_near, assert_same, chosen, order, randn, transposed
 
 pytest.importorskip("triton")
-from blocksparse.kernels.layout.gather_triton import gather_rows_triton, gather_two_triton, scatter_rows_triton
+from blocksparse.kernels.layout.gather_triton import gather_two_triton
 
 
 @pytest.mark.parametrize("N", [1, 63, 65, 127, 129, 200, 1000])
@@ -70,13 +70,6 @@ def test_rows_of_a_far_longer_tensor_are_read_where_they_stand() -> None:
     assert max(made) <= got.numel()
     for h in range(3):
         assert torch.equal(got[0, h], x[0, h][index[0, h].long()])
-
-
-@pytest.mark.parametrize("trailing", [(), (16,), (3, 4)])
-def test_scatter_undoes_gather(trailing: tuple[int, ...], device: str) -> None:
-    x, index = randn(2, 3, 129, *trailing, device=device), order(2, 3, 129, device=device)
-    gathered = gather_rows_triton(x.reshape(2, 3, 129, -1), index).view(x.shape)
-    assert torch.equal(scatter_rows_triton(gathered, index), x)
 
 
 @pytest.mark.parametrize(("block", "D"), [(16, 64), (48, 64), (128, 128), (128, 8)])
