@@ -20,8 +20,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.machine import needs_gpu
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 
 pytest.importorskip("transformers")
 
@@ -32,6 +35,7 @@ from tests.tiny_model import tiny_llama
 from transformers import AttentionInterface, Cache, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.llama import modeling_llama
 
 from blocksparse import (
     AttentionOutput,
@@ -985,7 +989,8 @@ def test_models_that_share_a_config_share_no_pipeline() -> None:
     expected = two(ids).logits
     with attached(one, recorder, SPARSE):
         torch.testing.assert_close(two(ids).logits, expected, atol=2e-4, rtol=1e-4)
-        assert recorder.sparse_calls() == recorder.dense_calls() == {}
+        assert all_dense(recorder, "not attached")
+        recorder.clear()
         one(ids)
         assert all_sparse(recorder)
         with pytest.raises(ValueError, match=r"shares its LlamaConfig with another model.*. Give each model"):
@@ -995,23 +1000,60 @@ def test_models_that_share_a_config_share_no_pipeline() -> None:
     assert config._attn_implementation == "sdpa"
 
 
-def test_a_function_of_users_is_not_replaced() -> None:
+@pytest.mark.parametrize(
+    ("place", "name", "does"),
+    [
+        (AttentionInterface._global_mapping, "theirs", "attends by .theirs."),
+        (AttentionInterface._global_mapping, "sdpa", "attends by .sdpa."),
+        (AttentionMaskInterface._global_mapping, "sdpa", "makes its masks by .sdpa."),
+        (AttentionMaskInterface._global_mapping, "eager", "makes its masks by .eager."),
+        (vars(modeling_llama), "eager_attention_forward", "attends by the eager function of LlamaAttention"),
+    ],
+)
+def test_a_function_of_users_is_not_replaced(place: dict[str, Any], name: str, does: str) -> None:
     """It may add a bias, say, which a pipeline would leave out."""
 
-    def theirs(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
-        return sdpa_attention_forward(module, q, k, v, mask, **more)
+    def theirs(*given: Any, **more: Any) -> Any:
+        raise NotImplementedError
 
     model = make("llama")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(AttentionInterface._global_mapping, "theirs", theirs)
-        model.set_attn_implementation("theirs")
-        with pytest.raises(
-            ValueError, match=r"LlamaForCausalLM attends by .theirs., a function of .*test_transformers that"
-        ):
+        patch.setitem(place, name, theirs)
+        model.set_attn_implementation("eager" if name.startswith("eager") else name)
+        with pytest.raises(ValueError, match=f"LlamaForCausalLM {does}, a function of .*test_transformers that"):
             attach(model, SPARSE)
     model.set_attn_implementation("sdpa")
     with attach(model, SPARSE), attach(model, SPARSE):  # a function of this library is not theirs
         model(tokens(60))
+
+
+def test_modules_that_were_put_in_since_are_dense_and_say_so() -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
+    model.set_attn_implementation("sdpa")
+    layer, expected = model.model.layers[1], model(ids).logits
+    with attached(model, recorder):
+        known, layer.self_attn = layer.self_attn, modeling_llama.LlamaAttention(model.config, 1).eval()
+        layer.self_attn.load_state_dict(known.state_dict())
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert recorder.sparse_calls() == {0: 1}
+    assert recorder.dense_calls() == {1: Counter({"not attached": 1})}
+
+
+def test_ranks_that_split_the_tokens_are_dense(tmp_path: Path) -> None:
+    """PyTorch's own function knows the tokens of the other ranks, and a pipeline would not."""
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(64)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        with (
+            attached(model, recorder),
+            context_parallel(init_device_mesh("cpu", (1,)), buffers=[ids], buffer_seq_dims=[1]),
+            pytest.raises(NotImplementedError, match="sharding strategy"),  # which PyTorch has on GPUs alone
+        ):
+            model(ids, use_cache=False)
+    finally:
+        dist.destroy_process_group()
+    assert recorder.sparse_calls() == {}
+    assert recorder.dense_calls() == {0: Counter({"context parallel": 1})}
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated

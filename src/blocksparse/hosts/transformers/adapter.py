@@ -35,6 +35,7 @@ _WAY_OUT = {
     "training": " (call model.eval() for inference)",
     "fewer than min_tokens": " (longer prompts are sparse; attach takes min_tokens)",
     "fewer than min_queries": " (larger chunks are sparse; attach takes min_queries)",
+    "not attached": " (attach after all modules are in the model)",
     "mask": " (masks that are no padding, packing or window stay dense)",
 }
 
@@ -221,9 +222,9 @@ class TransformersAdapter:
         call = AttentionCall.of(
             module, query, key, value, attention_mask, kwargs, self.lengths, eager=id(module) in self.eager
         )
-        if id(module) not in self.modules:
-            return dense(call)
-        layer, seen, reason = self.layers[call.layer], call.seen, call.dense_because()
+        known = id(module) in self.modules  # or it was put in since, or belongs to a model with the same config
+        layer, seen = self.layers[call.layer if known else -1], call.seen
+        reason = call.dense_because() if known else "not attached"
         if reason is None and torch.is_grad_enabled() and self.trained():  # in later layers, if not in this one
             reason = "gradients"
         asked = call.options()

@@ -16,13 +16,13 @@ import torch
 from attrs import field, frozen
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blocksparse.check.per_head import read_again
 from blocksparse.check.validators import a, flag, optional, size, whole
 from blocksparse.hosts.transformers.adapter import SDPA, LayerAttention, Outcomes, SdpaInPlace, TransformersAdapter
-from blocksparse.hosts.transformers.call import layer_of
+from blocksparse.hosts.transformers.call import eager_of, layer_of
 from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
 from blocksparse.hosts.transformers.prompt_mask import KnownPrompt, PrefillInPlace
 from blocksparse.layers.head_groups import Attention
@@ -214,10 +214,10 @@ def attach(
     Raises:
         TypeError: `model` does not hold exactly one transformers model, or `pipeline` is not a pipeline.
         ValueError: no attention of the model asks transformers which function to call, or a part of the model does
-            arithmetic on masks. Or its attention function is not one of transformers. Or the model lacks a layer
-            that the schedule names, or shares one attention among its layers. Or the schedule has a pipeline for a
-            layer without attention, or one choice for layers of several kinds, as with and without a window. Or
-            transformers is too old for `continuous_batching`.
+            arithmetic on masks. Or a function that attends or makes masks is not one of transformers. Or the model
+            lacks a layer that the schedule names, or shares one attention among its layers. Or the schedule has a
+            pipeline for a layer without attention, or one choice for layers of several kinds, as with and without
+            a window. Or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
     read_again()  # sinks that were written to since, which not every write says of itself
@@ -296,18 +296,32 @@ def _refuse_own_masks(model: PreTrainedModel) -> None:
 
 
 def _refuse_own_functions(configs: Iterable[Any], model: PreTrainedModel) -> None:
-    """Refuse a model whose attention function somebody registered: it may add a bias, say, and would not run."""
+    """Refuse a model with a function of somebody else: it may add a bias, say, and would not run."""
     for config in configs:
         name = config._attn_implementation
-        function = ALL_ATTENTION_FUNCTIONS.get(name)
-        function = getattr(function, "func", function)  # of a functools.partial
-        owner = "transformers" if function is None else function.__module__.partition(".")[0]
-        # Names of kernels of the Hub have a slash, and compute what transformers' own functions do.
-        if owner not in ("transformers", "blocksparse") and "/" not in name:
-            raise ValueError(
-                f"{type(model).__name__} attends by {name!r}, a function of {function.__module__} that a pipeline "
-                "would replace. If the model attends alike without it, call set_attn_implementation('sdpa') first."
-            )
+        _refuse_own(model, f"attends by {name!r}", ALL_ATTENTION_FUNCTIONS.get(name))
+        _refuse_own(model, f"makes its masks by {name!r}", ALL_MASK_ATTENTION_FUNCTIONS.get(name))
+    for module in model.modules():
+        kind = type(module)
+        if _attends_by_itself(module) and asks_for_its_function(kind):
+            own = eager_of(kind)  # of the model's code, if nobody has put another one in its place
+            _refuse_own(model, f"attends by the eager function of {kind.__name__}", own, _package(kind))
+
+
+def _refuse_own(model: PreTrainedModel, does: str, function: Any, *known: str) -> None:
+    """Refuse a function that is neither of transformers nor of a package that is `known`."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    # Names of kernels of the Hub have a slash, and compute what transformers' own functions do.
+    if function is None or "/" in does or _package(function) in ("transformers", "blocksparse", *known):
+        return
+    raise ValueError(
+        f"{type(model).__name__} {does}, a function of {function.__module__} that a pipeline would replace. If "
+        "the model attends alike without it, take it out, or set_attn_implementation() to another name first."
+    )
+
+
+def _package(x: Any) -> str:
+    return str(x.__module__).partition(".")[0]
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:

@@ -202,6 +202,9 @@ class AttentionCall:
             return "training"
         if is_checkpointed():
             return "gradients"
+        # There PyTorch puts a function in its place, which knows the tokens of the other ranks.
+        if str(torch.nn.functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
+            return "context parallel"
         if self.seen is None and not torch.compiler.is_compiling():
             return "mask"  # which counts, whatever window the layer has
         if window is not None and window != self.window and self._longest() > window:
@@ -324,7 +327,11 @@ def _sdpa(call: AttentionCall) -> _Attend:
 
 
 def _eager(call: AttentionCall) -> _Attend:
-    function = _eager_of(call.module)
+    if (function := eager_of(type(call.module))) is None:
+        raise ValueError(
+            f"{type(call.module).__name__} needs its own dense attention, and its forward names no "
+            "eager_attention_forward. Detach the model."
+        )
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
@@ -356,14 +363,8 @@ def _chunk(call: AttentionCall, seen: int) -> Tensor:
     return out.transpose(1, 2).contiguous()
 
 
-def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function that the forward of a module names for "eager": most models have one, and some have several."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    for name in forward.__code__.co_names:
-        if name.endswith("eager_attention_forward"):
-            found: Callable[..., tuple[Tensor, Tensor]] = forward.__globals__[name]
-            return found
-    raise ValueError(
-        f"{type(module).__name__} needs its own dense attention, and its forward names no "
-        "eager_attention_forward. Detach the model."
-    )
+def eager_of(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The function that the forward of a class names for "eager": most models have one, and some have several."""
+    forward: Any = inspect.unwrap(kind.forward)
+    names = (name for name in forward.__code__.co_names if name.endswith("eager_attention_forward"))
+    return next((forward.__globals__[name] for name in names), None)
