@@ -25,6 +25,7 @@ from tests.machine import needs_gpu
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers")
 
@@ -1037,6 +1038,27 @@ def test_modules_that_were_put_in_since_are_dense_and_say_so() -> None:
         torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
     assert recorder.sparse_calls() == {0: 1}
     assert recorder.dense_calls() == {1: Counter({"not attached": 1})}
+
+
+class _Doubled(TorchFunctionMode):
+    """Attention of a user's own, for every call of PyTorch's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return 2 * out if func is torch.nn.functional.scaled_dot_product_attention else out
+
+
+def test_a_function_mode_keeps_its_effect() -> None:
+    model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
+    model.set_attn_implementation("sdpa")
+    with _Doubled(), torch.device("cpu"):
+        expected = model(ids).logits
+        with attached(model, recorder):
+            assert torch.equal(model(ids).logits, expected)
+    assert all_dense(recorder, "function mode")
+    with torch.device("cpu"), attached(model, recorder):  # also a mode, which changes no attention
+        assert not torch.allclose(model(ids).logits, expected, atol=0.1)
+    assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
 
 
 def test_ranks_that_split_the_tokens_are_dense(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from blocksparse.batch.sequences import Sequences
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.launch.torch_modes import is_checkpointed
+from blocksparse.launch.torch_private import under_a_function_mode
 from blocksparse.spec import AttentionOptions
 
 
@@ -205,6 +206,8 @@ class AttentionCall:
         # There PyTorch puts a function in its place, which knows the tokens of the other ranks.
         if str(torch.nn.functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
             return "context parallel"
+        if not torch.compiler.is_compiling() and under_a_function_mode():  # which may put in another one
+            return "function mode"
         if self.seen is None and not torch.compiler.is_compiling():
             return "mask"  # which counts, whatever window the layer has
         if window is not None and window != self.window and self._longest() > window:
