@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import groupby
 from operator import add, itemgetter
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
+from blocksparse.launch.driver_graph import Base, DriverGraph, Place, can_join, driver_graph
 from blocksparse.launch.torch_private import OpOverload, TorchDispatchMode, tree_leaves
 
 _WHERE_IT_IS = nullcontext()
@@ -72,42 +74,98 @@ _UNSTEADY = {
 Make = Callable[[list[Any]], Any]
 """Makes a value, or the tuple of a launch's arguments, of the values before it and of memory."""
 
+_Step = tuple[Callable[..., object], Make, Sequence[int]]  # what runs, what picks its arguments, their indices
+_Varying = tuple[Sequence[tuple[int, Place]], Sequence[tuple[int, Make, Sequence[int]]]]
+
 
 class CaptureError(BaseException):
     """A call that is captured does what cannot be replayed. Handlers of errors should not catch it."""
 
 
-class LaunchGraph(NamedTuple):
+@final
+class LaunchGraph:
     """The launches of a captured call. Called with tensors like the captured ones, it returns that call's result.
 
     Buffers are the inputs, then what was allocated. The arguments of all launches are one list of values, and
-    behind them buffer `i` is `values[-1 - i]`.
+    behind them buffer `i` is `values[-1 - i]`. Bases are the inputs, the workspace and the memory of the result.
+    The first call launches one by one, and then makes the launches that follow one another graphs of the driver.
+
+    Args:
+        fixed: the values that are the same in each call, None in place of the others.
+        addresses: the index of a value that is an address, and where it points.
+        made: the index of a value, what makes it, and of which others.
+        steps: what runs, and the indices of its arguments.
+        result: index, buffer, what allocates it.
+        allocated: how many buffers there are behind the inputs.
+        workspace: numbers of 4 bytes.
     """
 
-    fixed: list[Any]  # the values that are the same in each call, None in place of the others
-    addresses: list[tuple[int, int, int]]  # of a value that is one: its index, a buffer and an offset in bytes
-    made: list[tuple[int, Make]]  # a value's index, and what makes it
-    steps: list[tuple[Callable[..., object], Make]]  # what runs, and what picks its arguments
-    result: tuple[int, int, Callable[[], Tensor] | None]  # index, buffer, what allocates it
-    workspace: int  # numbers of 4 bytes
-    begins: list[int]  # of each allocated buffer, in bytes from the begin of the workspace
+    def __init__(
+        self,
+        fixed: list[Any],
+        addresses: list[tuple[int, Place]],
+        made: list[tuple[int, Make, Sequence[int]]],
+        steps: list[tuple[Callable[..., object], Sequence[int]]],
+        result: tuple[int, int, Callable[[], Tensor] | None],
+        allocated: int,
+        workspace: int,
+    ) -> None:
+        self.steps = [(run, _tuple_of(indices), indices) for run, indices in steps]
+        self.fixed, self.workspace, self._result, self._allocated = fixed, workspace, result, allocated
+        self._all = addresses, made
+        # Steps in turn, with a graph of the driver or without, and the values that those without one need.
+        self._plan: tuple[list[tuple[DriverGraph | None, Sequence[_Step]]], _Varying] = (
+            [(None, self.steps)],
+            self._all,
+        )
+        self._is_new = True
 
     def __call__(self, *inputs: Tensor) -> Any:
         workspace = torch.empty(self.workspace, dtype=torch.int32, device=inputs[0].device)
-        start = workspace.data_ptr()
-        begins = [*[x.data_ptr() for x in inputs], *[start + begin for begin in self.begins]]
-        values = [*self.fixed, *[workspace] * len(self.begins), *reversed(inputs)]
-        result, own, allocate = self.result
+        bases = [*[x.data_ptr() for x in inputs], workspace.data_ptr()]
+        values = [*self.fixed, *[workspace] * self._allocated, *reversed(inputs)]
+        index, own, allocate = self._result
         if allocate is not None:
             values[-1 - own] = memory = allocate()
-            begins[own] = memory.data_ptr()
-        for index, buffer, offset in self.addresses:
-            values[index] = begins[buffer] + offset
-        for index, make in self.made:
-            values[index] = make(values)
-        for run, arguments in self.steps:
-            run(*arguments(values))
-        return values[result]
+            bases.append(memory.data_ptr())
+        parts, varying = self._plan
+        _fill(values, bases, varying)
+        for graph, steps in parts:
+            if graph is not None:
+                if graph.launch(bases):
+                    continue
+                _fill(values, bases, self._all)
+            for run, arguments, _ in steps:
+                run(*arguments(values))
+        if self._is_new:
+            self._is_new = False
+            self._plan = self._joined(values, bases)
+        return values[index]
+
+    def _joined(self, values: list[Any], bases: list[int]) -> Any:
+        """The plan with launches joined, which were called with these values."""
+        addresses, made = self._all
+        known = {values[index]: place for index, place in addresses}
+        parts: list[tuple[DriverGraph | None, Sequence[_Step]]] = []
+        calls = [(step, (step[0], step[1](values))) for step in self.steps]
+        for joined, group in groupby(calls, key=lambda call: can_join(*call[1])):
+            steps, called = zip(*group, strict=True)
+            graph = driver_graph(called, known, len(bases)) if joined and len(steps) > 1 else None
+            parts.append((graph, steps))
+        wanted = {self._result[0]}
+        wanted.update(*[step[2] for graph, steps in parts if graph is None for step in steps])
+        for index, _, of in reversed(made):
+            if index in wanted:
+                wanted.update(of)
+        return parts, ([x for x in addresses if x[0] in wanted], [x for x in made if x[0] in wanted])
+
+
+def _fill(values: list[Any], bases: list[int], varying: _Varying) -> None:
+    """Set the values that differ from call to call."""
+    for index, (base, offset) in varying[0]:
+        values[index] = bases[base] + offset
+    for index, make, _ in varying[1]:
+        values[index] = make(values)
 
 
 @final
@@ -126,10 +184,10 @@ class LaunchCapture(TorchDispatchMode):
         self._functions = functions
         self.refused = False
         self._inputs = len(inputs)
-        self._steps: list[tuple[Callable[..., object], Make]] = []
+        self._steps: list[tuple[Callable[..., object], Sequence[int]]] = []
         self._values: list[Any] = []
         self._addresses: dict[tuple[int, int], int] = {}  # a value's index, by buffer and offset in bytes
-        self._made: dict[int, Make] = {}
+        self._made: dict[int, tuple[Make, Sequence[int]]] = {}  # and of which values
         self._used: dict[int, tuple[int, int]] = {}  # by buffer, the first and the last step that uses it
         # Held until the end, so that no address stands for two of them.
         self._buffers: list[Tensor] = []
@@ -197,7 +255,7 @@ class LaunchCapture(TorchDispatchMode):
 
     def launched(self, run: Callable[..., object], arguments: Sequence[Any], *, as_views: bool = False) -> None:
         """Capture a launch, `run(*arguments)`; it takes addresses of tensors, or with `as_views` tensors."""
-        self._steps.append((run, _tuple_of([self._value(x, as_views) for x in arguments])))
+        self._steps.append((run, [self._value(x, as_views) for x in arguments]))
 
     def _value(self, x: Any, as_view: bool) -> int:
         """The index of the value that is this argument of a launch, or the result."""
@@ -206,7 +264,7 @@ class LaunchCapture(TorchDispatchMode):
         if isinstance(x, tuple | list):
             before, parts = len(self._values), [self._value(part, as_view) for part in x]
             if not {*self._made, *self._addresses.values()}.isdisjoint(parts):
-                return self._add(None, _tuple_of(parts))
+                return self._add(None, _tuple_of(parts), parts)
             del self._values[before:]
         base = x.base if (described := hasattr(x, "base") and hasattr(x, "block_shape")) else x
         if (where := self._where(base)) is None:
@@ -220,12 +278,12 @@ class LaunchCapture(TorchDispatchMode):
         if (address := self._addresses.get(where)) is None:
             self._addresses[where] = address = self._add(None)
         if as_view:
-            return self._add(None, _view_like(x, where[0], address))
-        return self._add(None, _descriptor_like(x, address)) if described else address
+            return self._add(None, _view_like(x, where[0], address), [address])
+        return self._add(None, _descriptor_like(x, address), [address]) if described else address
 
-    def _add(self, value: Any, make: Make | None = None) -> int:
+    def _add(self, value: Any, make: Make | None = None, of: Sequence[int] = ()) -> int:
         if make is not None:
-            self._made[len(self._values)] = make
+            self._made[len(self._values)] = make, of
         self._values.append(value)
         return len(self._values) - 1
 
@@ -249,14 +307,20 @@ class LaunchCapture(TorchDispatchMode):
         sizes = [-(-self._buffers[x].untyped_storage().nbytes() // _ALIGNED) * _ALIGNED for x in shared]
         found = side_by_side([self._used[x] for x in shared], sizes)
         begins = dict(zip(shared, found, strict=True))
+
+        def place(of: int, offset: int) -> Place:
+            if of < self._inputs:
+                return of, offset
+            return (self._inputs + 1, offset) if of == buffer else (self._inputs, offset + begins[of])
+
         return LaunchGraph(
             self._values,
-            [(at, *where) for where, at in self._addresses.items()],
-            list(self._made.items()),
+            [(at, place(*where)) for where, at in self._addresses.items()],
+            [(at, *made) for at, made in self._made.items()],
             self._steps,
             (index, buffer, None if buffer < self._inputs else new),
+            len(self._buffers) - self._inputs,
             max(map(add, found, sizes), default=0) // 4,
-            [begins.get(x, 0) for x in range(self._inputs, len(self._buffers))],
         )
 
 
@@ -317,20 +381,13 @@ def _view_like(x: Tensor, buffer: int, at: int) -> Make:
     return make
 
 
-class _Base(int):
-    """An address, asked for as of a tensor."""
-
-    __slots__ = ()
-    data_ptr = int.__int__
-
-
 def _descriptor_like(x: Any, at: int) -> Make:
     kind, rest = type(x), {name: value for name, value in vars(x).items() if name != "base"}
 
     def make(values: list[Any]) -> Any:
         # Its own constructor would check again what holds for all calls of these sizes.
         descriptor = object.__new__(kind)
-        descriptor.__dict__ = {**rest, "base": _Base(values[at])}
+        descriptor.__dict__ = {**rest, "base": Base(values[at])}
         return descriptor
 
     return make

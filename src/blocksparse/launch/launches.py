@@ -24,6 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from blocksparse.launch.driver_graph import Launch, is_watched
 from blocksparse.launch.failures import LaunchError, launches
 from blocksparse.launch.launch_graph import current_capture, device_of, refuse_capture
 
@@ -63,7 +64,7 @@ class Remembered:
         if (found := known or self._first(key, grid, args, named)) is None:
             return
         compiled, constants = found
-        run, arguments = partial(_start, compiled, grid, device), (*args, *map(named.__getitem__, constants))
+        run, arguments = Launch(_start, compiled, grid, device), (*args, *map(named.__getitem__, constants))
         if known is not None:
             run(*arguments)
         if (capture := current_capture.get()) is not None:
@@ -127,11 +128,9 @@ def _start(compiled: Any, grid: tuple[int, int, int], device: int, *args: Any) -
 
     Triton calls its empty chains of hooks in every launch, and makes what it would tell them.
     """
-    runtime = knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):
-            compiled[grid](*args)
-            return
+    if is_watched(knobs.runtime):
+        compiled[grid](*args)
+        return
     stream = driver.active.get_current_stream(device)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 

@@ -177,7 +177,7 @@ def _spelled(value: object) -> Key | None:
 Result = TypeVar("Result")
 
 GRAPHS = GraphCache(most_graphs=1024, most_seen=4096)
-"""The graphs of this process: some 20 kB for a call that is replayed, 2 kB for one that was seen."""
+"""The graphs of this process: some 60 kB for a call that is replayed, 2 kB for one that was seen."""
 
 
 def replayed(run: Callable[..., Result], *args: Any) -> Result:
