@@ -34,6 +34,12 @@ class Driver:
         self.set: list[int] = []  # nodes, by place
         self.destroyed: list[str] = []
         self.codes: list[int] = []  # of the next launches
+        self.mode = 0  # of other captures, in this thread
+        self.modes: list[int] = []  # in which graphs were instantiated
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
 
     def cuFuncGetParamInfo(self, function: int, index: int, offset: Any, size: Any) -> int:  # noqa: N802
         if index >= len(SIZES[function]):
@@ -74,6 +80,7 @@ class Driver:
 
     def cuGraphInstantiateWithFlags(self, graph: Any, of: Any, flags: int) -> int:  # noqa: N802
         graph._obj.value = 88
+        self.modes.append(self.mode)
         return 0
 
     def cuGraphExecKernelNodeSetParams_v2(self, graph: Any, node: Any, params: Any) -> int:  # noqa: N802
@@ -282,6 +289,14 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "cuda", module.cuda.__wrapped__)
     monkeypatch.setattr(module, "CDLL", absent)
     assert driver_graph([(launch(kernel()), ARGUMENTS)], {1000: (0, 0), 1016: (0, 16)}, 1) is None
+
+
+def test_captures_of_other_threads_go_on(cuda: Driver) -> None:
+    """The driver ends them where it allocates memory for a graph, but for a thread that is relaxed about them."""
+    known = {1000: (0, 0), 1016: (0, 16)}
+    assert driver_graph([(launch(kernel()), ARGUMENTS)], known, 1) is not None
+    assert driver_graph([(launch(kernel(num_ctas=2)), ARGUMENTS)], known, 1) is None
+    assert (cuda.modes, cuda.mode) == ([2], 0)
 
 
 def test_launches_that_fail(cuda: Driver, caplog: pytest.LogCaptureFixture) -> None:

@@ -160,6 +160,41 @@ def test_how_many_launches_a_call_takes(name: str, most: int, device: str) -> No
 
 
 @needs_gpu
+def test_another_thread_may_capture_while_launches_are_joined(device: str) -> None:
+    """The first replay makes graphs of the driver, with memory; PyTorch's capture elsewhere goes on."""
+    pipeline, call = quick(), inputs(1, device)
+    expected = evolve(pipeline, replay=False)(*call)
+    for _ in range(2):
+        pipeline(*call)
+    begun, joined, caught = threading.Event(), threading.Event(), list[BaseException]()
+    x = torch.ones(4, device=device)
+    torch.empty(1 << 26, device=device)  # PyTorch keeps this memory, and takes none for the calls
+
+    def capture() -> None:
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = x + 1
+                begun.set()
+                joined.wait(30)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert y.tolist() == [2.0] * 4
+        except BaseException as error:
+            caught.append(error)
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    begun.wait(30)
+    outs = [pipeline(*call) for _ in range(3)]
+    joined.set()
+    thread.join()
+    assert not caught
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", every_preset)
 def test_other_calls_in_between(name: str, device: str) -> None:
     """Other sizes, directions, scales, layouts and chunks are calls of their own; so are parts of one tensor."""

@@ -13,7 +13,8 @@ import logging
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from ctypes import CDLL, POINTER, Structure, addressof, byref, c_size_t, c_uint, c_uint64, c_void_p, memmove
+from contextlib import contextmanager
+from ctypes import CDLL, POINTER, Structure, addressof, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p, memmove
 from ctypes import create_string_buffer as memory_of
 from ctypes import string_at as bytes_at
 from functools import cache, partial
@@ -72,7 +73,9 @@ _ARGUMENTS = {
     "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphDestroy": (c_void_p,),
     "cuGraphExecDestroy": (c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
 }
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class UnlikeError(RuntimeError):
@@ -98,6 +101,17 @@ def _check(code: int, what: str) -> None:
         raise UnlikeError(f"the CUDA driver cannot {what} (CUresult {code})")
 
 
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Graphs are made without an end to what another thread captures, since nothing here is part of that."""
+    mode = c_int(_RELAXED)
+    _check(cuda().cuThreadExchangeStreamCaptureMode(byref(mode)), "leave captures alone")
+    try:
+        yield
+    finally:
+        cuda().cuThreadExchangeStreamCaptureMode(byref(mode))
+
+
 def is_watched(runtime: Any) -> bool:
     """Whether a profiler hooks into launches, which Triton must then do; of its `knobs.runtime`."""
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -117,7 +131,8 @@ def driver_graph(steps: Sequence[Step], known: Mapping[int, Place], bases: int) 
         bases: how many there are.
     """
     try:
-        return DriverGraph(steps, known, bases)
+        with _beside_captures():
+            return DriverGraph(steps, known, bases)
     except Exception as error:  # whatever another Triton or driver does instead: separate launches are as good
         _log.debug("kernels are launched one by one: %s", repr(error))  # a record would keep what the error holds
         return None
