@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {"Hq": 4, "Hkv": 2, "N": 600, "D": 32}
 
 def by_share(alpha: float) -> bs.Pipeline[Any, Any, Any]:
     rule = bs.RowShare(alpha) | bs.Band(128) | bs.LastQueries(128)
-    scorer = bs.SampledQueriesScorer(bs.AntidiagonalScorer(16, pattern="sum"), 64, 2)
+    scorer = bs.SampledQueriesScorer(bs.AntidiagonalScorer(8, pattern="sum"), 64, 4)
     return bs.Pipeline(bs.Identity(), scorer, rule, bs.AutoExecutor())
 
 
@@ -51,7 +51,7 @@ def test_a_choice_says_what_and_why(monkeypatch: pytest.MonkeyPatch, device: str
     q, k, v = make_qkv(**SIZES)
     text = str(bs.AutoChoice.of(q, k, v))
     assert text.startswith(
-        "Pipeline(Identity(), SampledQueriesScorer(AntidiagonalScorer(16, pattern='sum'), 64, 2.0), "
+        "Pipeline(Identity(), SampledQueriesScorer(AntidiagonalScorer(8, pattern='sum'), 64, 4.0), "
         "RowShare(0.034) | Band(128) | LastQueries(128), AutoExecutor()), because the call is causal"
     )
     assert re.search("; CpuExecutor runs by (the compiled kernel|PyTorch.*)$", text)

@@ -36,7 +36,7 @@ _SETTINGS: dict[str, _Settings] = {
     "balanced": _Settings(0.034, 0.95, 0.5),
     "fast": _Settings(0.066, 0.9, 0.3),
 }
-_STRIDE, _BLOCK = 16, 128  # docs/evidence/auto.md: the least time at its KL, of what chunks choose as a whole
+_STRIDE, _BLOCK = 8, 128  # docs/evidence/trained-models.md: cells of 16 lose more answers at 64K
 _EVERY, _WEIGHT = 64, 0.5  # one query of so many is scored exactly, and what its row holds counts so much
 _BAND = 128  # tokens; 64 with "fast" lost more at equal density
 _LAST = 128  # queries at the end of a prompt, where a question mostly is; their rows are dense
@@ -53,7 +53,7 @@ def auto(
 ) -> Preset[BlockMass]:
     """Return the default preset, with settings chosen on tasks and KL of trained models.
 
-    Causal calls, as in language models, score blocks of 128 tokens by XAttention's sums of cells of 16 x 16 pairs,
+    Causal calls, as in language models, score blocks of 128 tokens by XAttention's sums of cells of 8 x 8 pairs,
     and by the true weights of one query in 64 (`SampledQueriesScorer`), which see single keys that means hide.
     They keep the blocks with a share of their row's mass (`RowShare`), a thin band, and all blocks of the last 128
     queries of the prompt. So a call for a chunk of a prompt needs `remaining`. Other calls, as in models of images
@@ -65,7 +65,7 @@ def auto(
             of the models that were measured. `"fast"` keeps fewer blocks and may miss a fact.
         alpha: of `RowShare` in causal calls. A number, or one per query head. If None, that of the quality: 0.025,
             0.034 or 0.066. A greater one keeps fewer blocks.
-        block: tokens per block in causal calls, a multiple of 16. Other calls have blocks of 128 x 64.
+        block: tokens per block in causal calls, a multiple of 8. Other calls have blocks of 128 x 64.
         order: a permuter, `HilbertOrder(grid)` for images and video. `Identity()` if None.
         executor: `AutoExecutor()` if None.
     """
