@@ -94,26 +94,36 @@ def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "cpu_kernel", lambda: Loaded(None, None, "no C++ compiler is found"))
 
 
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = allocate(*args, **kwargs)
+        if torch.compiler.is_compiling() or x.device.type == "meta" or type(x) is not torch.Tensor:
+            return x
+        with torch.no_grad(), _disable_current_modes():
+            if x.is_floating_point():
+                return x.fill_(float("nan"))
+            return x if x.dtype == torch.bool or x.is_complex() else x.fill_(torch.iinfo(x.dtype).max)
+
+    return call
+
+
+# Made once, since torch.compile knows functions of PyTorch by their identity when it is first used.
+_POISONED = [
+    (owner, name, _poisoned(getattr(owner, name)))
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    )
+]
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody writes reads as NaN, or as a huge index, also in calls that repeat a recorded one.
 
     There one allocation is filled for numbers of all types: int16 read as -1 and as their largest number in turn.
     """
-
-    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-            x = allocate(*args, **kwargs)
-            if torch.compiler.is_compiling() or x.device.type == "meta" or type(x) is not torch.Tensor:
-                return x
-            with torch.no_grad(), _disable_current_modes():
-                if x.is_floating_point():
-                    return x.fill_(float("nan"))
-                return x if x.dtype == torch.bool or x.is_complex() else x.fill_(torch.iinfo(x.dtype).max)
-
-        return call
-
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    for owner, name, poisoned in _POISONED:
+        monkeypatch.setattr(owner, name, poisoned)

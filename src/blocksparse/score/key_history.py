@@ -29,7 +29,7 @@ class KeyHistory:
     keys are usually those of another layer. On a CPU, histories swapped between layers are detected by their last
     key. On a GPU this check would synchronize, so the caller must keep histories apart. Mean keys need `4 D` bytes
     per block and KV head: 1/128 of a half-precision KV cache with blocks of 128 tokens. Means of cells
-    (`AntidiagonalScorer(16, pattern="sum")`) need 1/32.
+    of 8 tokens, as in `auto`, need 1/16.
 
     A history is mutable and not part of a pipeline. If prompts branch, give each branch a `copy.copy`, which
     shares memory.
