@@ -127,9 +127,9 @@ class Run:
                 found = turn.ask(do="profile", **case._asdict(), seed=f"{case}")
                 self.write("profile", engine=name, case=str(case), **found)
                 print(f"\n{name}, {case}: {found['seconds']:.3f} s, the GPU {found['gpu_ms']:.0f} ms")
-                for kernel, (ms, launches) in found["kernels"]:
+                for what, (ms, count) in (*found["kernels"], *found["calls"]):
                     if ms > found["gpu_ms"] / 1000:
-                        print(f"  {ms:9.2f} ms {launches:6d} x {kernel}", flush=True)
+                        print(f"  {ms:9.2f} ms {count:6d} x {what}", flush=True)
         for name, turn in others if self.options.soak else ():
             for seconds, memory in soak(turn, self.options.soak, tiny=self.options.tiny):
                 self.write("memory", engine=name, seconds=seconds, gib=memory)
@@ -267,7 +267,9 @@ def _options() -> argparse.Namespace:
         "--vllm", type=json.loads, default={}, metavar="JSON", help='of every engine: {"kv_cache_dtype": "fp8"}'
     )
     parser.add_argument("--densities", default="", help="cases of which the kept share of blocks is said")
-    parser.add_argument("--profile", default="", help="cases whose kernels are listed at the end")
+    parser.add_argument(
+        "--profile", default="", help="cases whose kernels and calls of CUDA are listed at the end"
+    )
     parser.add_argument("--soak", type=float, default=0, help="seconds of random mixes at the end, for memory")
     parser.add_argument("--tiny", action="store_true", help="a tiny model or a CPU, to try the script")
     options = parser.parse_args()

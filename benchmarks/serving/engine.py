@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.serving.turns import CHUNK
 from benchmarks.tasks.sample import Sample
 
-_ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_ON_THE_GPU, _ON_THE_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 
 
 def main() -> int:
@@ -210,7 +210,10 @@ class Engine:
         return density
 
     def profile(self, **case: Any) -> dict[str, Any]:
-        """Milliseconds and launches of each kernel of a run, in the order of their first ones, and its seconds."""
+        """Milliseconds and launches of each kernel of a run, in the order of their first ones, and its seconds.
+
+        Calls of CUDA by the host likewise, since one that waits for the GPU costs a step more than all launches.
+        """
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -219,14 +222,23 @@ class Engine:
             profiled.export_chrome_trace(file.name)
             events = json.loads(Path(file.name).read_bytes())["traceEvents"]
         kernels: dict[str, list[float]] = {}
-        for event in sorted((x for x in events if x.get("cat") in _ON_THE_GPU), key=lambda x: x["ts"]):
-            used, name = event["args"], event["name"][:90]
+        calls: dict[str, list[float]] = {}
+        for event in sorted((x for x in events if "dur" in x), key=lambda x: x["ts"]):
+            name, category = event["name"][:90], event.get("cat")
             if name == "_kernel":  # of Triton, as many are called; these two numbers tell them apart
+                used = event["args"]
                 name += f" of {used.get('registers per thread')} registers and {used.get('shared memory')} bytes"
-            ms, launches = kernels.get(name, (0.0, 0))
-            kernels[name] = [ms + event["dur"] / 1e3, launches + 1]
+            for some, categories in ((kernels, _ON_THE_GPU), (calls, _ON_THE_HOST)):
+                if category in categories:
+                    ms, count = some.get(name, (0.0, 0))
+                    some[name] = [ms + event["dur"] / 1e3, count + 1]
         gpu_ms = sum(ms for ms, _ in kernels.values())
-        return {"seconds": seconds, "gpu_ms": gpu_ms, "kernels": list(kernels.items())}
+        return {
+            "seconds": seconds,
+            "gpu_ms": gpu_ms,
+            "kernels": list(kernels.items()),
+            "calls": list(calls.items()),
+        }
 
     def counters(self) -> str:
         """How many prompts were sparse, and why others were not."""
