@@ -36,7 +36,7 @@ _SETTINGS: dict[str, _Settings] = {
     "balanced": _Settings(0.034, 0.95, 0.5),
     "fast": _Settings(0.066, 0.9, 0.3),
 }
-_STRIDE, _BLOCK = 8, 128  # docs/evidence/trained-models.md: cells of 16 lose more answers at 64K
+_STRIDE, _BLOCK = 8, 128  # docs/evidence/trained-models.md: cells of 16 change answers at 64K more
 _EVERY, _WEIGHT = 64, 0.5  # one query of so many is scored exactly, and what its row holds counts so much
 _BAND = 128  # tokens; 64 with "fast" lost more at equal density
 _LAST = 128  # queries at the end of a prompt, where a question mostly is; their rows are dense
