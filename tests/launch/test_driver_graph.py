@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 from triton import knobs
 from triton.backends.nvidia import driver as triton_driver
 
@@ -385,3 +386,30 @@ def test_a_call_whose_graph_fails(cuda: Driver) -> None:
             (False, 9),
         ]
         ONE_BY_ONE.clear()
+
+
+def test_one_address_of_two_inputs_is_no_place(cuda: Driver) -> None:
+    """Their memory overlaps in the first call, and need not in the next."""
+    memory = torch.zeros(64)
+    first, second = (from_dlpack(x) for x in (memory[:32], memory[16:48]))
+    with (capture := LaunchCapture([first, second], functions=False)):
+        out = torch.empty(16)
+        capture.launched(launch(kernel()), (first[16:], (1, 1), out, 0.5, 64))
+        capture.launched(launch(kernel()), (second, (2, 1), out, 0.5, 64))
+    graph = capture.graph(out)
+    for _ in range(2):
+        graph(first, second)
+    assert not cuda.launched
+
+
+def test_temporaries_that_share_memory_are_joined(cuda: Driver) -> None:
+    """The first one is read for the last time before the third one is written."""
+    with (capture := LaunchCapture([x := torch.zeros(16)], functions=False)):
+        a, b, c, out = (torch.empty(16) for _ in range(4))
+        for source, to in ((x, a), (a, b), (b, c), (c, out)):
+            capture.launched(launch(kernel()), (source, (1, 1), to, 0.5, 64))
+    graph = capture.graph(out)
+    for _ in range(2):
+        graph(x)
+    ((_, (one, _, three, _)),) = cuda.launched
+    assert one[4][2] == three[4][2]

@@ -146,11 +146,14 @@ class LaunchGraph:
         """The plan with launches joined, which were called with these values."""
         addresses, made = self._all
         known = {values[index]: place for index, place in addresses}
+        # Inputs that overlap may have one address for two places, which those of another call need not have.
+        is_clear = len(known) == len({place for _, place in addresses})
         parts: list[tuple[DriverGraph | None, Sequence[_Step]]] = []
         calls = [(step, (step[0], step[1](values))) for step in self.steps]
         for joined, group in groupby(calls, key=lambda call: can_join(*call[1])):
             steps, called = zip(*group, strict=True)
-            graph = driver_graph(called, known, len(bases)) if joined and len(steps) > 1 else None
+            joined = joined and len(steps) > 1 and is_clear
+            graph = driver_graph(called, known, len(bases)) if joined else None
             parts.append((graph, steps))
         wanted = {self._result[0]}
         wanted.update(*[step[2] for graph, steps in parts if graph is None for step in steps])

@@ -370,4 +370,4 @@ def eager_of(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Tensor]] | No
     """The function that the forward of a class names for "eager": most models have one, and some have several."""
     forward: Any = inspect.unwrap(kind.forward)
     names = (name for name in forward.__code__.co_names if name.endswith("eager_attention_forward"))
-    return next((forward.__globals__[name] for name in names), None)
+    return next((forward.__globals__[name] for name in names if name in forward.__globals__), None)
