@@ -59,7 +59,8 @@ class CpuExecutor(Executor[Permutation, BlockMask]):
             return AttentionOutput(*written).written_to(out)
         result, lse = _attend_by_rows(q, k, v, mask, spec)
         large = (lse.abs() > _LARGE_LSE) & lse.isfinite()
-        if bool(large.any()):  # each query decides for itself, so no bit of it depends on others
+        # Each query decides for itself, so no bit of it depends on others.
+        if wide_dtype(q) != torch.float64 and bool(large.any()):
             wide_result, wide_lse = _attend_by_rows(q.double(), k.double(), v.double(), mask, spec)
             result = torch.where(large.unsqueeze(3), wide_result.to(result.dtype), result)
             lse = torch.where(large, wide_lse, lse)

@@ -1,6 +1,6 @@
 """Kernels that a call launches one after another, as one graph of the CUDA driver.
 
-Each launch by Triton takes the host some 15 us; a graph of ten kernels is one launch. No stream is captured
+Each launch by Triton takes the host about 15 us; a graph of ten kernels is one launch. No stream is captured
 for it, since other threads could not wait for the GPU meanwhile. Each kernel is a node, and a later call sets
 the parameters of those nodes of which addresses have changed. Parameters are packed as Triton's launcher packs
 them, and their sizes compared with what the driver says of each kernel. Where anything differs from that,
