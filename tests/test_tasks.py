@@ -15,11 +15,8 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
-from benchmarks.tasks.__main__ import main
 from benchmarks.tasks.generators import TASKS
-from benchmarks.tasks.methods import methods
 from benchmarks.tasks.paired import difference
-from benchmarks.tasks.report import as_dense, between, report, saving
 from benchmarks.tasks.sample import Haystack, Sample
 from benchmarks.trained import __main__ as trained
 from benchmarks.trained import report as of_trained
@@ -29,8 +26,6 @@ from benchmarks.trained.texts import KINDS, Half, text_of
 
 from blocksparse.check.validators import UserError
 from blocksparse.tools.demo import TEXT, model
-from tests.specs import not_none
-from tests.tune import tiny
 
 
 @pytest.fixture(scope="module")
@@ -113,109 +108,6 @@ def test_intervals_cover_what_they_should() -> None:
         found = difference(sparse, dense)
         covered += found.low <= true <= found.high
     assert covered / 400 > 0.92
-
-
-def row(preset: str, setting: str, density: float, kl: float, *scores: float) -> dict[str, Any]:
-    return {
-        "preset": preset, "setting": setting, "tokens": 64, "density": density, "kl": kl, "perplexity": 9.0,
-        "attention_ms": 10 * density, "samples": len(scores), "scores": {"single": list(scores)},
-    }  # fmt: skip
-
-
-def test_presets_that_lose_a_task_are_told_from_those_that_do_not() -> None:
-    dense = row("dense", "", 1.0, 0.0, *[1.0] * 20)
-    rows = [
-        dense,
-        row("s2o", "0.1", 0.1, 0.01, *[0.0] * 8, *[1.0] * 12),
-        row("auto", "fast", 0.3, 0.02, *[0.0], *[1.0] * 19),  # one of twenty may be chance
-        row("plan", "mine", 0.2, 0.05, *[1.0] * 20),
-    ]
-    scoring = as_dense(rows, dense, ["single"])
-    assert [one["preset"] for one in scoring] == ["auto", "plan"]
-    assert saving(scoring, rows[-1], "density") is None
-    found = not_none(saving(scoring, rows[-1], "density", or_less=True))
-    assert found[0] == "auto"
-    assert found[1:] == pytest.approx((0.3, 1 / 3))
-
-
-def test_a_plan_is_compared_at_equal_kl_with_the_best_preset() -> None:
-    rows = [
-        row("dense", "", 1.0, 0.0, 1, 1),
-        row("random", "0.1", 0.1, 1.0, 0, 0), row("random", "0.5", 0.5, 0.5, 1, 0),
-        row("pbs_attn", "0.5", 0.2, 0.1, 0, 1), row("pbs_attn", "0.9", 0.4, 0.01, 1, 1),
-        row("s2o", "0.1", 0.1, 0.2, 1, 1), row("s2o", "0.01", 0.3, 0.02, 1, 1),
-        row("plan", "mine", 0.1, 0.0447213, 1, 1),
-        row("auto", "fast", 0.3, 0.5, 1, 1) | {"attention_ms": None},  # not timed yet
-    ]  # fmt: skip
-    found = not_none(saving(rows, rows[-2], "density"))
-    # From KL .2 to .02 its density grows from .1 to .3, by a power of log 3 / log 10.
-    assert found[0] == "s2o"
-    assert found[1] == pytest.approx(0.1 * (0.2 / 0.0447213) ** (0.4771213), rel=1e-4)
-    assert found[2] == pytest.approx(1 - 0.1 / found[1])
-    assert saving(rows, row("plan", "bold", 0.1, 5.0, 1), "density") is None
-    bold = not_none(saving(rows, row("plan", "bold", 0.05, 5.0, 1), "density", or_less=True))
-    assert bold[0] == "s2o"
-    assert bold[1:] == pytest.approx((0.1, 0.5))
-    assert saving(rows, row("plan", "all dense", 1.0, 0.0, 1), "density") is None
-    assert between([(0.0, 1.0), (2.0, 3.0)], 1.0) == 2.0
-    assert between([(0.0, 1.0), (2.0, 3.0)], 2.1) is None
-    slow = row("plan for time", "mine", 0.1, 0.0447213, 1, 1) | {"attention_ms": 4.6}
-    text = report([*rows, slow])
-    assert "`s2o`, attends in 2.0 ms, and the plan 1.0: 51 % less." in text
-    assert "`s2o`, attends in 2.0 ms, and the plan 4.6: 125 % more." in text
-    assert "At the KL of `plan for time` mine (0.0447) the best" in text
-    assert "| `s2o` | 0.1 | 0.100 | 0.2000 |" in text
-    assert "| 25, - |" in text  # random at a density of .3, half way between 0 and 50 %
-    assert "100 (+0: -" in text
-    assert "the best single preset, `s2o`" in text
-
-
-def test_every_preset_is_there_at_three_settings_with_and_without_a_band() -> None:
-    names = [method.preset for method in methods(64, 128)]
-    plain = [name for name in names if " | " not in name]
-    for preset in set(plain) - {"dense", "everything", "random", "oracle"}:
-        assert plain.count(preset) == 3
-    assert names.count("xattention | Band(128)") == 3
-    assert "s2o | Band(128)" not in names  # its choice is a ranking, which no rule of position joins
-    assert "a_shape | Band(128)" not in names  # it has one
-    assert not any(" | " in method.preset for method in methods(64, None))
-
-
-@pytest.mark.slow
-def test_a_run_writes_results_and_goes_on(
-    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, out = tmp_path / "model", tmp_path / "tasks.json"
-    tiny.network(num_hidden_layers=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    options = ["--model", str(folder), "--tokens", "700", "--samples", "2", "--windows", "1", "--out", str(out)]
-    main([*options, "--methods", "a_shape", "--repeats", "1"])
-    first = json.loads(out.read_text())
-    assert [x["preset"] for x in first] == ["dense", "a_shape", "a_shape", "a_shape"]
-    dense, *sparse = first
-    assert set(dense["scores"]) == set(TASKS)
-    assert dense["kl"] == 0
-    assert dense["density"] == 1
-    solved = {task for task, some in dense["scores"].items() if sum(some) / 2 > 0.6}
-    for one in sparse:
-        assert set(one["scores"]) == solved
-        assert one["attention_ms"] > 0
-    assert [one["density"] for one in sparse] == [1, 1, 1]  # the least window of 1024 tokens sees all
-    capsys.readouterr()
-    main([*options, "--methods", "random", "a_shape", "--no-times"])
-    assert len(capsys.readouterr().out.splitlines()) == 5
-    again = json.loads(out.read_text())
-    assert again[:4] == first
-    assert {one["attention_ms"] for one in again[4:]} == {None}
-    main([*options, "--methods", "random", "--repeats", "1"])  # times alone are missing
-    timed = json.loads(out.read_text())
-    assert all(one.pop("attention_ms") > 0 for one in timed)
-    again = [{name: value for name, value in one.items() if name != "attention_ms"} for one in again]
-    assert timed == again
-    with pytest.raises(SystemExit, match="was begun with other options"):
-        main([*options, "--methods", "random", "--seed", "1"])
-    assert len(json.loads(out.read_text())) == len(again)
-    assert [x["density"] for x in again[4:]] == sorted(x["density"] for x in again[4:])
 
 
 def test_prompts_have_their_length_their_seed_and_their_answer(tokenizer: Any) -> None:
