@@ -14,6 +14,7 @@ import blocksparse as bs
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
 from tests import layouts, stages
+from tests.machine import GPU
 
 LAWS = settings(
     derandomize=True,
@@ -194,6 +195,7 @@ EXECUTORS = (
     bs.GatherExecutor(0.2),
     bs.GatherExecutor(0.3, patience=2, reduction="mean"),
     bs.GatherExecutor(0.1, commit=False),
+    *(() if GPU else (bs.CpuExecutor(),)),
 )
 
 

@@ -14,11 +14,9 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse.inputs import UnsupportedError
-from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.kernels.score.block_mean import block_mean
 from blocksparse.layers.reused_mask import MaskCache, ReusedMask
 from blocksparse.pipeline_core import PipelineCore, seen, tail_of
-from blocksparse.score import pooled as mean_pool
 from blocksparse.select.selector import Selector
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
@@ -253,20 +251,6 @@ def test_each_sequence_has_its_own(device: str) -> None:
             if its is not None:
                 assert_same_trace(mine, its)
     assert [history.tokens for history in histories] == [77, 83]
-
-
-def test_only_new_keys_are_pooled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pooled: list[int] = []
-
-    def counted(x: Tensor, *args: Any, **named: Any) -> Tensor:
-        pooled.append(x.shape[2])
-        return block_mean(x, *args, **named)
-
-    monkeypatch.setattr(mean_pool, "block_mean", counted)
-    pipeline, history = a_pipeline(bs.MeanPoolScorer(16)), bs.KeyHistory()
-    for q, k, v in chunks((160, 170, 200), device=device):
-        pipeline(q, k, v, history=history)
-    assert pooled == [160, 160, 10, 10, 40, 30]  # keys, queries, keys, ...
 
 
 def test_a_dense_call_leaves_it_as_it_is(device: str) -> None:
@@ -552,12 +536,6 @@ def test_sizes_alone_say_dense_for_the_end_only() -> None:
         assert rule.trace(q, k, v, remaining=more).dense_because is None
     always = evolve(rule, selector=bs.TopK(1) | bs.Band(N))
     assert always.dense_because(q, k, v, spec.with_remaining(1000)) is not None
-
-
-def test_the_union_of_auto_is_one_launch() -> None:
-    causal = bs.auto().selector.causal  # type: ignore[attr-defined]
-    assert isinstance(causal.second, bs.PositionSelector)
-    assert causal.second.parts() == (AlwaysKept(near=128, last=128), ())
 
 
 def test_one_number_for_several_sequences_is_refused() -> None:

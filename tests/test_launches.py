@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import pickle
 import sys
@@ -254,16 +253,6 @@ def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
     out = _attend(q, k, v, PLAIN._call, [1.0, 0.125, 0.0, 0.0], None, 0)
     assert out.transpose(1, 2).is_contiguous() == tokens_first
     assert torch.equal(out, PLAIN(q, k, v, scale=0.125))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), evolve])
-def test_a_copy_of_a_pipeline_calls_itself(copied: Callable[[Any], Any]) -> None:
-    pipelines: list[Any] = [PLAIN, PER_HEAD, bs.HeadGroups({(0,): PLAIN})]
-    for pipeline in pipelines:
-        twin = copied(pipeline)
-        assert twin._call.run.__self__ is getattr(twin, "_core", twin)
-        assert repr(twin) == repr(pipeline)
-        assert "_call" not in repr(pipeline)
 
 
 # ---- memory

@@ -200,20 +200,6 @@ def test_layouts_and_broadcast_maps(device: str) -> None:
             assert_equal(int8_keys_triton(y, *call), int8_keys.reference(y, *call))
 
 
-def test_empty_slots_are_zeros(device: str) -> None:
-    index = torch.tensor([3, -1, 0, -1], dtype=torch.int32, device=device).view(1, 1, 4)
-    x, mean = randn(1, 1, 4, 16, device=device), randn(1, 1, 16, device=device, seed=1)
-    for shared in (False, True):
-        for values, scale, *taken in (
-            int8_keys_triton(x, index, 4, shared, mean, 0),
-            int8_queries_triton(x, index, 4, 0, shared, mean, 1.0, None),
-        ):
-            assert (values[0, 0, [1, 3]] == 0).all()
-            assert values[0, 0, [0, 2]].abs().sum() > 0
-            for per_token in (scale, *(x for x in taken if x is not None)):
-                assert per_token.bool().tolist() == [[[True, False, True, False]]]
-
-
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_plain_keys_before_a_token(shared: bool, device: str) -> None:
     """Blocks without a key before it are left out; the smoothed copy is whole."""
@@ -519,65 +505,6 @@ def test_values_are_close(tile: int, device: str) -> None:
     torch.testing.assert_close(
         in_order(values, N) * scale.unsqueeze(-1), torch.cat((v, v), 1), rtol=1 / 15, atol=1e-4
     )
-
-
-def test_values_are_those_of_fp8_values(device: str) -> None:
-    v, index = randn(1, 2, 90, 64, device=device), slots_of(1, 2, 75, tokens_=90, device=device)
-    values, _, of_tokens = fp8_value_tiles_triton(v, index, 64)
-    want, scale = fp8_values.reference(v, index)
-    assert values.shape == (1, 4, 64, 80)
-    differs = in_order(values, 75)[:, 2:] != want.float()  # a product with an inverse, or a division
-    assert differs.float().mean() < 1e-3
-    logs, inverses = of_tokens.chunk(2, 1)
-    torch.testing.assert_close(logs.exp2(), scale.clamp_min(2.0**-100), rtol=1e-5, atol=0)
-    torch.testing.assert_close(inverses * logs.exp2(), torch.ones_like(logs), rtol=1e-5, atol=0)
-    places = torch.arange(80, device=device)
-    slot = places // 16 * 16 + places % 4 // 2 * 8 + places % 16 // 4 * 2 + places % 2
-    assert (values[..., slot >= 75].float() == 0).all()
-
-
-def test_empty_slots_of_tiles_are_zeros(device: str) -> None:
-    x, index = randn(1, 1, 64, 64, device=device), slots_of(1, 1, 64, tokens_=64, device=device)
-    index[..., ::3] = -1
-    empty = (index < 0)[0, 0]
-    keys, _, key_scale = int8_key_tiles_triton(x, index, 64, x.mean(2))
-    values, _, value_log2 = fp8_value_tiles_triton(x, index, 64)
-    queries, q_scale, taken = int8_query_tiles_triton(x, index, x.mean(2), 1.0, 0)
-    assert taken is not None
-    for rows in (keys, in_order(values, 64), queries):
-        assert (rows[:, :, empty] == 0).all()
-        assert rows[:, :, ~empty].any(-1).all()
-    for scale in (key_scale, q_scale, taken):
-        assert torch.equal(scale[0, 0] == 0, empty)
-    assert torch.equal(value_log2[0, 0] == -100, empty)
-
-
-@pytest.mark.parametrize("tile", [64, 128])
-def test_nothing_depends_on_later_tiles(tile: int, device: str) -> None:
-    x = randn(1, 1, 3 * tile, 64, device=device)
-    y = x.clone()
-    y[:, :, 2 * tile :] *= 100
-    mean, until = x[:, :, :tile].mean(2), 2 * tile
-    for a, b in (
-        (int8_key_tiles_triton(x, None, tile, mean), int8_key_tiles_triton(y, None, tile, mean)),
-        (fp8_value_tiles_triton(x, None, tile), fp8_value_tiles_triton(y, None, tile)),
-    ):
-        first, second = (z[0].view(torch.uint8) for z in (a, b))
-        if a[0].dtype != torch.int8:
-            first, second = first.mT, second.mT
-        assert torch.equal(first[:, :, :until], second[:, :, :until])
-        assert not torch.equal(a[1][:, :, 2], b[1][:, :, 2])
-        assert torch.equal(a[1][:, :, :2], b[1][:, :, :2])
-        assert torch.equal(a[2][:, :, :until], b[2][:, :, :until])
-
-
-def test_a_scale_per_token_depends_on_no_other_token(device: str) -> None:
-    x = randn(1, 1, 64, 64, device=device)
-    y = x.clone()
-    y[:, :, 30:] *= 100
-    a, b = (int8_key_tiles_triton(z, None, 64, None) for z in (x, y))
-    assert torch.equal(a[0][:, 1, :30], b[0][:, 1, :30])
-    assert torch.equal(a[2][..., :30], b[2][..., :30])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter

@@ -167,17 +167,6 @@ def test_places_are_kept_besides(kind: str, device: str) -> None:
             assert torch.equal(compute(values, None, 0.6, grid, crossing=crossing, always=always), want)
 
 
-@pytest.mark.parametrize(
-    "rule", [bs.Sink(20), bs.Band(9) | bs.Stride(3), bs.Stride(3, released=True), bs.LastKeys(7)]
-)
-def test_a_union_keeps_what_either_keeps(rule: bs.Selector[Any, bs.BlockMask], device: str) -> None:
-    """Whether the rule's numbers go to the launch of `TopCdf`, or its blocks are added afterwards."""
-    grid = make_grid("chunk", device)
-    scores = bs.BlockMass(a_mass(grid, 3.0, device), grid)
-    both = (bs.TopCdf(0.5) | rule)(scores).keep
-    assert torch.equal(both, (bs.TopCdf(0.5)(scores) | rule(scores)).keep)
-
-
 @slow
 def test_rows_of_nothing_and_bad_numbers(device: str) -> None:
     grid = make_grid("in order", device)
@@ -284,13 +273,6 @@ def test_share_of_a_row_is_that_of_the_definition(device: str) -> None:
             assert 0 < kept.sum() < 299
 
 
-def test_even_rows(device: str) -> None:
-    """Each of 64 equal blocks holds 1/64, which is 0.125 / sqrt(64)."""
-    grid, values = one_row(64, device), torch.full((1, 1, 1, 64), 0.1, device=device)
-    assert row_share(values, None, 0.125, grid, of="row").all()
-    assert row_share(values, None, 0.126, grid, of="row").sum() <= 1  # the diagonal
-
-
 def test_rows_too_long_for_a_program(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     def no_launch(*_: object, **__: object) -> None:
         raise NotImplementedError
@@ -388,13 +370,6 @@ def test_visiting_order_of_layouts(device: str) -> None:
     keep = chosen(1, 1, 4, 20, share=0.5, device=device).expand(2, 3, -1, -1)
     rank = torch.randint(-9, 9, (2, 3, 20, 4), dtype=torch.int32, device=device).mT
     assert_same(visiting_order, keep, rank, torch.zeros(6, device=device)[::2])
-
-
-def test_kept_blocks_come_first_whatever_their_rank(device: str) -> None:
-    keep = torch.eye(4, dtype=torch.bool, device=device).expand(1, 1, 4, 4)
-    rank = torch.full((1, 1, 4, 4), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
-    index, _, _ = assert_same(visiting_order, keep, rank, torch.tensor([0.5], device=device))
-    assert index[0, 0, :, 0].tolist() == [0, 1, 2, 3]
 
 
 # Lines: verticals and slashes

@@ -258,15 +258,6 @@ def a_change(heads: int, device: str, *, softcap: float | None = 2.0, sinks: boo
     return LogitChange(softcap, torch.linspace(-3, 5, heads, device=device) if sinks else None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N", [1, 65, 129, *([1000, 4096] if GPU else [])])
-def test_softcap_and_sinks(N: int, dtype: torch.dtype, device: str) -> None:
-    q, k, v = make_qkv(N=N, Hq=4, Hkv=2, D=32, dtype=dtype, device=device)
-    call = arguments(4 * q, k, v, block=64)
-    for softcap, sinks in ((2.0, False), (None, True), (2.0, True)):
-        assert_right(evolve(call, change=a_change(4, device, softcap=softcap, sinks=sinks)))
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of squares that overflow and are not taken
 @pytest.mark.parametrize("softcap", [1e-30, 0.3, 30.0, 1e30])
 def test_softcaps_of_any_size(softcap: float, device: str) -> None:
@@ -332,12 +323,12 @@ def test_bad_numbers_stay_in_their_rows(value: float, changed: bool, device: str
     assert torch.equal(out[:, :, others], clean[:, :, others])
 
 
-def falling(N: int, D: int, device: str, *, gap: float, step: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits by hand (scale times product): 0 for the first 32 keys, then `gap`, `step` more for each query."""
+def falling(N: int, D: int, device: str, *, gap: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits by hand (scale times product): 0 for the first 32 keys, then `gap`."""
     q = torch.zeros(1, 1, N, D, device=device)
-    q[..., 0], q[..., 1] = math.sqrt(D), torch.arange(N, device=device) * step * math.sqrt(D)
+    q[..., 0] = math.sqrt(D)
     k = torch.zeros(1, 1, N, D, device=device)
-    k[:, :, 32:, 0], k[:, :, 32:, 1] = gap, 1.0
+    k[:, :, 32:, 0] = gap
     v = torch.ones(1, 1, N, D, device=device)
     v[:, :, 32:] = -1.0
     return q, k, v
@@ -363,9 +354,11 @@ def left_out_by_hand(call: Call, pv_skip: list[float], tile: int) -> Tensor:
     return out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("M", "block", "tile"), [(200, 32, 32), (100, 64, 16), (129, 32, 16)])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("M", "block", "tile"),
+    [(129, 32, 16), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((200, 32, 32), (100, 64, 16)))],
+)
 def test_pv_skip_leaves_out_what_the_rule_says(M: int, block: int, tile: int, causal: bool, device: str) -> None:
     """Kernel and reference against a walk by hand, one number for each head; and the bounds of docs/reference/numerics.md."""
     q, k, v = make_qkv(N=200, M=M, Hq=2, Hkv=1, D=32, device=device)
@@ -392,37 +385,6 @@ def test_pv_skip_leaves_out_what_the_rule_says(M: int, block: int, tile: int, ca
     assert ((out - exact).abs() <= (mass / (1 + mass)).unsqueeze(-1) * spread.unsqueeze(-2) + 2e-5).all()
 
 
-def test_pv_skip_bound_is_reached(device: str) -> None:
-    """Every later tile just under the limit: the bounds of docs/reference/numerics.md, with nothing to spare."""
-    q, k, v = falling(256, 16, device, gap=-5.0)
-    call = arguments(q, k, v, block=32, keep=1.0)
-    exact, exact_lse = call.in_float64().exactly()
-    out, lse = call(approximation=Approximation(torch.tensor([-4.999], device=device)))
-    m = (torch.arange(256, device=device) // 32 * 32 - 32).clamp_min(0)  # full blocks, but for the first
-    own = torch.arange(256, device=device) % 32 + 1
-    kept = 32 + own * math.exp(-5)
-    kept[:32] = own[:32].float()
-    lost = m * math.exp(-5) / (m * math.exp(-5) + kept)
-    torch.testing.assert_close(1 - (lse - exact_lse).exp(), lost.expand_as(lse), rtol=1e-4, atol=1e-6)
-    error = (out - exact)[0, 0, :, 0]  # what was left out has the value -1
-    torch.testing.assert_close(error, lost * (out[0, 0, :, 0] + 1.0).double(), rtol=1e-3, atol=1e-6)
-    assert float(error.max()) > 0.04
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pv_skip_off_is_exact(dtype: torch.dtype, device: str) -> None:
-    """Very negative equals none, bit for bit; and so does a head of its own."""
-    q, k, v = make_qkv(N=200, M=150, Hq=2, Hkv=1, dtype=dtype, device=device)
-    call = arguments(10 * q, k, v, block=32, keep=0.8)
-    exact = call()
-    assert_same_bits(call(approximation=Approximation(torch.full((2,), -1e30, device=device))), exact)
-    out, lse = call(approximation=Approximation(torch.tensor([-1.0, -torch.inf], device=device)))
-    assert torch.equal(out[:, 1], exact[0][:, 1])
-    assert torch.equal(lse[:, 1], exact[1][:, 1])
-    assert not torch.equal(lse[:, 0], exact[1][:, 0])
-
-
 def test_pv_skip_saves_the_product(device: str) -> None:
     """Values that all queries leave out are never multiplied: not even NaN gets through."""
     q, k, v = falling(129, 16, device, gap=-20.0)
@@ -433,30 +395,6 @@ def test_pv_skip_saves_the_product(device: str) -> None:
     skipped = call(approximation=skip)[0]
     assert torch.equal(skipped[:, :, 64:], clean[:, :, 64:])
     assert call()[0][:, :, 64:].isnan().all()
-
-
-def test_pv_skip_is_each_query_s_own(device: str) -> None:
-    """What a query leaves out does not depend on its neighbours in the tile, so not on later tokens."""
-    q, k, v = falling(128, 16, device, gap=-8.0, step=0.05)  # later queries fall less
-    skip = Approximation(torch.tensor([-4.0], device=device))
-    out, lse = arguments(q, k, v, block=32, keep=1.0)(approximation=skip)
-    exact = arguments(q, k, v, block=32, keep=1.0)()[0]
-    changed = (out != exact).any(-1)[0, 0]
-    assert changed[64:80].all()  # left out by some queries of a tile,
-    assert not changed[81:96].any()  # and not by others
-    q[:, :, 70:] += 3.0
-    k[:, :, 70:] -= 2.0
-    v[:, :, 70:] *= 5.0
-    after, after_lse = arguments(q, k, v, block=32, keep=1.0)(approximation=skip)
-    assert torch.equal(after[:, :, :70], out[:, :, :70])
-    assert torch.equal(after_lse[..., :70], lse[..., :70])
-
-
-def test_pv_skip_keeps_partial_blocks(device: str) -> None:
-    q, k, v = make_qkv(N=32, Hq=1, Hkv=1, D=16, device=device)
-    call = arguments(20 * q, k, v, block=32, tiles=TritonTiles(16, 16, 4, 2))
-    skip = Approximation(torch.tensor([-1e-6], device=device))
-    assert_same_bits(call(approximation=skip), call())
 
 
 @pytest.mark.slow
