@@ -560,8 +560,9 @@ def test_few_tokens_and_gradients_are_dense() -> None:
     with attach(model, SPARSE, recorder=recorder):
         assert torch.equal(run(model, inputs), expected)
     assert recorder.dense_calls()[0] == Counter({"fewer than min_tokens": 1})
-    with attached(model, recorder=recorder), torch.enable_grad():
-        run(model, inputs).sum().backward()
+    outside = torch.ones((), requires_grad=True)  # what is trained on a frozen model
+    with attached(model.requires_grad_(requires_grad=False), recorder=recorder), torch.enable_grad():
+        (run(model, inputs) * outside).sum().backward()
     assert recorder.dense_calls()[0] == Counter({"fewer than min_tokens": 1, "gradients": 1})
 
 

@@ -380,16 +380,18 @@ def test_a_training_step_is_dense_whatever_is_checkpointed(reentrant: bool, trai
     assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
 
 
-@pytest.mark.parametrize("trained", ["lm_head", "layers.0.mlp", "layers.1.self_attn.o_proj"])
+@pytest.mark.parametrize("trained", ["lm_head", "layers.0.mlp", "layers.1.self_attn.o_proj", "outside"])
 def test_layers_below_what_is_trained_are_dense_in_eval_mode(trained: str) -> None:
-    """As where a head is trained on a frozen model: no query of these layers needs a gradient."""
+    """As where a head is trained on a frozen model, or behind it: no query of these layers needs a gradient."""
     recorder, ids, model = DensityRecorder(), tokens(60), make("llama")
+    outside = torch.ones((), requires_grad=True)
     for name, weight in model.named_parameters():
         weight.requires_grad_(trained in name)
 
     def step() -> Tensor:
         with torch.enable_grad():
-            return torch.autograd.grad(model(ids, labels=ids).loss, [*filter(_is_trained, model.parameters())])[0]
+            wanted = [*filter(_is_trained, model.parameters())] or [outside]
+            return torch.autograd.grad(model(ids, labels=ids).loss * outside, wanted)[0]
 
     expected = step()
     with attached(model, recorder, SPARSE):

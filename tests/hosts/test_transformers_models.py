@@ -293,6 +293,7 @@ def test_wrapped_models_are_attached_to(wrap: Callable[[Any], Any]) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # that of peft
 def test_adapters_of_peft_are_attached_to() -> None:
     peft = pytest.importorskip("peft")
     model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)

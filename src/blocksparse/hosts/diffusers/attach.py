@@ -12,7 +12,7 @@ from weakref import finalize
 import torch
 from attrs import field, frozen
 from diffusers import ModelMixin
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from blocksparse.check.validators import a, count, is_whole, optional, shown, size
@@ -29,7 +29,6 @@ from blocksparse.hosts.diffusers.backend import (
 from blocksparse.hosts.diffusers.families import FAMILIES, LEFT_OUT, Family, the_timestep
 from blocksparse.hosts.token_layout import check_orders
 from blocksparse.launch.torch_modes import is_checkpointed
-from blocksparse.launch.torch_private import tree_leaves
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.reused_mask import MaskCache
 from blocksparse.layers.schedule import LayerPipeline, Schedule, schedule_of
@@ -167,17 +166,14 @@ class _Begin(_Hook):
             layer.check()
         given = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         given.apply_defaults()
-        self.adapter.begin(given.arguments, trains=_trains(model, given.arguments))
+        self.adapter.begin(given.arguments, trains=_trains(model))
 
 
-def _trains(model: nn.Module, given: Mapping[str, Any]) -> str | None:
-    """Why a call belongs to a training step; asked before the blocks, as checkpointing drops gradients."""
-    leaves = (*model.parameters(), *tree_leaves(dict(given)))  # some models take lists of tensors
-    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, Tensor)):
+def _trains(model: nn.Module) -> str | None:
+    """Why a call may belong to a training step, of what stands behind the model too; asked before the blocks."""
+    if torch.is_grad_enabled() or is_checkpointed():
         return "gradients"
-    if model.training:
-        return "training"
-    return "gradients" if is_checkpointed() else None
+    return "training" if model.training else None
 
 
 @final

@@ -185,7 +185,6 @@ class TransformersAdapter:
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
     eager: frozenset[int]  # ids of those modules that attended by their own functions before
     outcomes: Outcomes
-    trained: Callable[[], bool]  # whether a parameter of the model gets gradients
     lengths: LastLengths = field(factory=LastLengths, init=False)
     prompt: KnownPrompt = field(factory=KnownPrompt, init=False)
     _tell_traced: Callable[[str], bool] = field(init=False)
@@ -225,8 +224,6 @@ class TransformersAdapter:
         known = id(module) in self.modules  # or it was put in since, or belongs to a model with the same config
         layer, seen = self.layers[call.layer if known else -1], call.seen
         reason = call.dense_because() if known else "not attached"
-        if reason is None and torch.is_grad_enabled() and self.trained():  # in later layers, if not in this one
-            reason = "gradients"
         asked = call.options()
         if reason is None:
             assert seen is not None  # or there would be a reason

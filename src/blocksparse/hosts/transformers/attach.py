@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from enum import StrEnum
 from itertools import chain
 from typing import Any, Final, TypeAlias, cast, final
 from uuid import uuid4
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from attrs import field, frozen
@@ -238,23 +238,11 @@ def attach(
         for layer, attention in _layers_of(schedule, model).items()
     }  # fmt: skip
     eager = frozenset(id(module) for module in model.modules() if _attends_by_itself(module))
-    adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), eager, outcomes, _trained(model))
+    adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), eager, outcomes)
     _refuse_own_masks(model)
     _refuse_own_functions(configs, model)
     _refuse_shared(configs, adapter.modules, model)
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
-
-
-def _trained(model: PreTrainedModel) -> Callable[[], bool]:
-    """A function that tells whether a parameter of the model gets gradients; in a graph, when it is traced."""
-    known = ref(model)
-
-    def trained() -> bool:
-        here = known()
-        return here is not None and any(x.requires_grad for x in here.parameters())
-
-    run_when_traced: Callable[[], bool] = cast(Any, torch.compiler).assume_constant_result(trained)
-    return run_when_traced
 
 
 def _attends_by_itself(module: nn.Module) -> bool:

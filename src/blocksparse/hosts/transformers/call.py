@@ -196,13 +196,10 @@ class AttentionCall:
             return "output_attentions"
         if self.kwargs.get("dropout"):
             return "dropout"
-        given = self.query, self.key, self.value, _sinks_in(self.kwargs)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        if torch.is_grad_enabled() or is_checkpointed():  # what is trained may stand behind the model
             return "gradients"
         if self.module.training:
             return "training"
-        if is_checkpointed():
-            return "gradients"
         # There PyTorch puts a function in its place, which knows the tokens of the other ranks.
         if str(torch.nn.functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
             return "context parallel"
