@@ -235,6 +235,17 @@ def test_with_pv_skip_and_small_tiles(fp8: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("fp8", PV)
+def test_values_of_every_size(fp8: bool, device: str) -> None:
+    """Zero tokens, and sizes that span all of fp8's range and more."""
+    q, k, v = structured(150, Hq=2, Hkv=1, D=32, device=device)
+    v *= torch.logspace(-5, 5, 150, device=device)[
+        torch.randperm(150, generator=torch.Generator().manual_seed(0)), None
+    ]
+    v[:, :, 10:50] = 0.0
+    assert_as_reference(arguments(q, k, v, int8=Int8(), fp8=fp8)[0])
+
+
+@pytest.mark.parametrize("fp8", PV)
 def test_constant_keys_give_the_mean_value(fp8: bool, device: str) -> None:
     """Smoothing leaves nothing of them, whatever their size; `lse` gets it back."""
     q, k, v = structured(256, Hq=2, Hkv=1, D=32, device=device)

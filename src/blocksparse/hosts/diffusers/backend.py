@@ -126,22 +126,9 @@ class DispatcherBackend:
             self.adapter.saw_dense(self.layer, reason)
             return dense().transpose(1, 2)
 
-        def with_all_tokens(
-            _: Any,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attn_mask: Tensor | None,
-            dropout_p: float,
-            is_causal: bool,
-            scale: float | None,
-            enable_gqa: bool,
-            *__: Any,
-            **___: Any,
-        ) -> Tensor:
-            given = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        def with_all_tokens(_: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **__: Any) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-            return Redirect(self.layer, self.adapter)(q, k, v, *given, ranks=ranks).transpose(1, 2)
+            return Redirect(self.layer, self.adapter)(q, k, v, *given[:5], ranks=ranks).transpose(1, 2)
 
         gathered: Tensor = _templated_context_parallel_attention(
             query, key, value, *given, forward_op=with_all_tokens, backward_op=_native_attention_backward_op,
