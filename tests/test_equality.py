@@ -19,7 +19,6 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.distributed.pieces import for_chunks
 from blocksparse.execute.dense_attention import dense_attention
-from blocksparse.launch.replay import owner_of
 from blocksparse.testing import every_preset, make_qkv
 from tests import stages
 from tests.arguments import TARGETS
@@ -168,28 +167,6 @@ class Own(bs.Selector[bs.BlockScores, bs.BlockMask]):
 
     def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
         return bs.Everything()(scores)
-
-
-def test_equal_pipelines_share_what_runs_their_stages() -> None:
-    """So that new ones are not checked again. Stages from elsewhere have one each, and none is kept alive."""
-
-    def made(selector: bs.Selector[Any, Any]) -> bs.Pipeline[Any, Any, Any]:
-        return bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), selector, bs.CpuExecutor())
-
-    one, other = made(bs.TopK(3)), made(bs.TopK(3))
-    assert one is not other
-    assert one._core is other._core
-    assert owner_of(one._core._sparse) is not None
-    mine, its = made(bs.Sink() | Own(torch.ones(3))), made(bs.Sink() | Own(torch.zeros(3)))
-    assert mine == its
-    assert mine._core is not its._core
-    assert owner_of(mine._core._sparse) is None
-    held = ref(selector := Own(torch.ones(3)))
-    pipeline = made(selector)
-    assert owner_of(pipeline._core._sparse) is None
-    del selector, pipeline
-    gc.collect()
-    assert held() is None
 
 
 def test_a_preset_with_equal_arguments_is_one_object() -> None:

@@ -97,18 +97,6 @@ def test_a_value_per_query_head_is_of_the_group_in_its_order() -> None:
     torch.testing.assert_close(trace.output.out, expected.output.out, rtol=1e-9, atol=1e-12)
 
 
-def test_a_group_runs_in_one_call_and_consecutive_heads_are_not_copied() -> None:
-    q, k, v = make_qkv(**SIZES)
-    groups = HeadGroups({(1, 2): A, (3, 0): B})
-    first, second = groups.trace(q, k, v).traces.values()
-    assert first is not None
-    assert second is not None
-    assert first.q.shape == second.q.shape == (2, 4, 129, 16)
-    assert first.k.data_ptr() == k[:, 1:].data_ptr()
-    assert torch.equal(second.k, k[:, [3, 0]])
-    assert torch.equal(second.q, q[:, [6, 7, 0, 1]])
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @needs_gpu
 def test_the_host_does_not_wait_to_take_heads() -> None:

@@ -181,18 +181,6 @@ def test_rules_of_position_go_by_the_blocks_of_the_scores() -> None:
         (bs.Refined(bs.TopCdf(0.3), 2) | bs.Band(3))(scores)
 
 
-def test_a_grid_is_refined_once() -> None:
-    coarse = grid(4, heads=4, kv_heads=2)
-    assert coarse.refined(2) is coarse.refined(2)
-    assert coarse.refined(4).k_block == 4
-    assert coarse.shared() is coarse  # no head has positions of its own
-    order = torch.arange(64).roll(9).int().expand(1, 4, 1, 64)
-    q, k = torch.zeros(1, 4, 64, 8), torch.zeros(1, 2, 64, 8)
-    moved = grid_of(q, k, B16, permutation=bs.GlobalPermutation(order))
-    assert moved.shared().k_first.shape[1] == 2
-    assert moved.shared().refined(2) is not moved.refined(2)
-
-
 @pytest.mark.parametrize("cols", [6, 8, 16])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_union_and_intersection_of_masks(cols: int, heads: int) -> None:
