@@ -148,7 +148,8 @@ def in_chat(half: Half) -> Generator:
             middle.append(turn)
             room -= len(turn)
             at += 1
-        filler = haystack.encode(2 * every[at % len(every)][1])[:room]  # a paste that makes the length exact
+        paste = haystack.encode(2 * every[at % len(every)][1])
+        filler = (paste * (room // len(paste) + 1))[:room]  # makes the length exact
         for fact in told:
             middle.insert(draw.randrange(len(middle) + 1), fact)
         ids = [*start, *(i for turn in middle for i in turn), *begin, *filler, *close, *end]
