@@ -203,18 +203,46 @@ def test_tensors_of_inference_mode_are_read_in_each_call() -> None:
 
 
 def test_what_cannot_be_read_is_left_to_the_model() -> None:
-    model, (q, k, v) = make("gemma2"), (torch.randn(1, n, 50, 8) for n in (4, 2, 2))
-    recorder = DensityRecorder()
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"softcap": torch.tensor(3.0)}, "softcap"),
-        ({"s_aux": torch.zeros(2)}, "attention sinks"),
+    q, k, v = (torch.randn(1, n, 50, 8) for n in (4, 2, 2))
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("gemma2", {"softcap": torch.tensor(3.0)}, "softcap"),
+        ("gpt_oss", {"s_aux": torch.zeros(2)}, "attention sinks"),
     )
     mask = PromptMask((1, 1, 50, 50), 50, q.device)  # of a causal prompt
-    with attached(model, recorder) as attachment:
-        attend = attachment_of(attachment.key)
-        for given, reason in cases:
+    for name, given, reason in cases:
+        model, recorder = make(name), DensityRecorder()
+        with attached(model, recorder) as attachment:
+            attend = attachment_of(attachment.key)
             attend(model.model.layers[0].self_attn, q, k, v, mask, scaling=0.3, **given)
-            assert recorder.dense_calls()[0][reason] == 1
+        assert recorder.dense_calls()[0][reason] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "given"),
+    [
+        ("llama", "eager", "softcap s_aux sinks position_bias"),
+        ("llama", "sdpa", "softcap s_aux sinks"),
+        ("gemma2", "eager", "s_aux sinks position_bias"),
+        ("gpt_oss", "eager", "softcap sinks position_bias"),
+    ],
+)
+def test_options_that_the_plain_model_leaves_out_are_refused(name: str, before: str, given: str) -> None:
+    """transformers hands down what the whole model is given."""
+    model, ids = make(name), tokens(60)
+    model.set_attn_implementation(before)
+    with attached(model, DensityRecorder()):
+        for option in given.split():
+            with pytest.raises(ValueError, match=f"Attention passes {option!r} on and may ignore it"):
+                model(ids, **{option: torch.ones(4)})
+        model(ids, **dict.fromkeys(given.split()))
+
+
+def test_a_position_bias_that_sdpa_reads_counts() -> None:
+    model, ids, recorder = make("llama"), tokens(60), DensityRecorder()
+    model.set_attn_implementation("sdpa")
+    bias = torch.randn(1, 4, 60, 60)
+    assert_same_logits(model, lambda model: model(ids, position_bias=bias).logits, recorder, SPARSE)
+    assert all_dense(recorder, "position bias")
 
 
 def attachment_of(key: str) -> Any:

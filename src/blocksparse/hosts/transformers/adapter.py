@@ -184,6 +184,7 @@ class TransformersAdapter:
     layers: Mapping[int, LayerAttention]  # by `layer_idx`, -1 for attention without one
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
     eager: frozenset[int]  # ids of those modules that attended by their own functions before
+    refused: Mapping[int, frozenset[str]]  # by id of a module: options that its own attention may leave out
     outcomes: Outcomes
     lengths: LastLengths = field(factory=LastLengths, init=False)
     prompt: KnownPrompt = field(factory=KnownPrompt, init=False)
@@ -218,6 +219,9 @@ class TransformersAdapter:
 
         Returns `[B, M, Hq, Dv]`, contiguous, and the weights `[B, Hq, M, N]` if `output_attentions` asks for them.
         """
+        for name in self.refused.get(id(module), ()):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{type(module).__name__} passes {name!r} on and may ignore it. Leave it out.")
         call = AttentionCall.of(
             module, query, key, value, attention_mask, kwargs, self.lengths, eager=id(module) in self.eager
         )

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blocksparse.check.per_head import read_again
 from blocksparse.check.validators import a, flag, optional, size, whole
 from blocksparse.hosts.transformers.adapter import SDPA, LayerAttention, Outcomes, SdpaInPlace, TransformersAdapter
-from blocksparse.hosts.transformers.call import eager_of, layer_of
+from blocksparse.hosts.transformers.call import eager_of, layer_of, refused_of
 from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
 from blocksparse.hosts.transformers.prompt_mask import KnownPrompt, PrefillInPlace
 from blocksparse.layers.head_groups import Attention
@@ -238,7 +238,12 @@ def attach(
         for layer, attention in _layers_of(schedule, model).items()
     }  # fmt: skip
     eager = frozenset(id(module) for module in model.modules() if _attends_by_itself(module))
-    adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), eager, outcomes)
+    refused = {
+        id(module): refused_of(type(module), eager=id(module) in eager)
+        for module in model.modules()
+        if asks_for_its_function(type(module))
+    }
+    adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), eager, refused, outcomes)
     _refuse_own_masks(model)
     _refuse_own_functions(configs, model)
     _refuse_shared(configs, adapter.modules, model)

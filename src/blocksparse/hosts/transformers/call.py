@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import chain
 from numbers import Real
 from typing import Any, final
 from weakref import ref
@@ -368,3 +369,13 @@ def eager_of(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Tensor]] | No
     forward: Any = inspect.unwrap(kind.forward)
     names = (name for name in forward.__code__.co_names if name.endswith("eager_attention_forward"))
     return next((forward.__globals__[name] for name in names if name in forward.__globals__), None)
+
+
+def refused_of(kind: type[nn.Module], *, eager: bool) -> frozenset[str]:
+    """The options that a class does not pass itself, and may leave out without a pipeline: `eager` or by sdpa."""
+    if (own := eager_of(kind)) is None:
+        return frozenset()
+    forward: Any = inspect.unwrap(kind.forward)
+    passed = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in forward.__code__.co_consts)
+    known = inspect.signature(own if eager else sdpa_attention_forward).parameters
+    return frozenset(_ONLY_EAGER + _BY_QUERY).difference(known, passed)
