@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -18,6 +20,7 @@ from benchmarks.cases import FULL, TINY, Plan, Preset, Served
 from benchmarks.inputs import everything
 from benchmarks.peers import peer_from
 from benchmarks.report import TABLES, Row
+from benchmarks.serving import http
 from benchmarks.serving.load import Arrival, Latency
 from benchmarks.timing import ROUNDS, Candidate, WrongOutputError, check, check_near, measure, medians, ready
 from torch import Tensor
@@ -201,6 +204,31 @@ def test_latencies() -> None:
     assert found.requests_per_s == pytest.approx(1 / 2.1)
     assert found.ttft_ms["p50"] == pytest.approx(750)
     assert found.itl_ms == pytest.approx({"p50": 100, "p99": 198})
+
+
+SERVES = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+def test_a_server_and_its_engine_are_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = argparse.Namespace(model=tmp_path, serve="", out=tmp_path, start=60)
+    monkeypatch.setattr(http, "VLLM", (sys.executable, "-c", SERVES))
+    with http.server(options, "server", ()):
+        engine = int((tmp_path / "server.log").read_text().split()[0])
+        os.kill(engine, 0)
+    state = Path(f"/proc/{engine}/stat")  # gone, or a zombie that nobody has waited for
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    monkeypatch.setattr(http, "VLLM", (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(SystemExit, match="ended with status 3"), http.server(options, "server", ()):
+        pass
 
 
 class Answering:
