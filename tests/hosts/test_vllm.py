@@ -248,7 +248,9 @@ def test_all_layers_of_a_step_give_what_they_give_alone(name: str, monkeypatch: 
         for layer in range(4):
             cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
             (k, v), out = cache.split(D, dim=-1), torch.full_like(query, float("nan"))
+            scratch = not_none(workspace.scratch(query)).zero_()
             PagedAttention(pipeline, layer, None, workspace)(query, k, v, out, not_none(batch.prefills), scale=0.3)
+            assert bool(scratch.any()) is (layer > 1)  # of what is replayed
             alone = [
                 evolve(pipeline, replay=False)(
                     q.transpose(0, 1)[None],

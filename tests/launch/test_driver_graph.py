@@ -413,3 +413,33 @@ def test_temporaries_that_share_memory_are_joined(cuda: Driver) -> None:
         graph(x)
     ((_, (one, _, three, _)),) = cuda.launched
     assert one[4][2] == three[4][2]
+
+
+def test_memory_of_the_caller_leaves_kernels_as_they_are_set(cuda: Driver) -> None:
+    """A call whose workspace stays sets the kernels that take what has moved; with too little memory, all."""
+    x, out, memory = torch.zeros(16), torch.zeros(16), torch.empty(256, dtype=torch.int32)
+    with (capture := LaunchCapture([x, out], functions=False)):
+        a, b = torch.empty(16), torch.empty(16)
+        for source, to in ((x, a), (a, b), (b, out)):
+            capture.launched(launch(kernel()), (source, (1, 1), to, 0.5, 64))
+    graph = capture.graph(out)
+    for _ in range(2):
+        assert graph(x, out, memory=memory) is out
+    other = torch.empty(16)
+    for given, to, room, expected in (
+        (x, out, memory, []),
+        (other, out, memory, [0]),
+        (other, other, memory, [2]),
+        (other, other, memory[:1], [0, 1, 2]),
+    ):
+        cuda.set.clear()
+        assert graph(given, to, memory=room) is to
+        assert cuda.set == expected
+        _, (first, _, last) = cuda.launched[-1]
+        assert first[4][0] == pointer(given.data_ptr())
+        assert last[4][2] == pointer(to.data_ptr())
+        assert (first[4][2] == pointer(memory.data_ptr())) is (room is memory)
+    ONE_BY_ONE.clear()
+    cuda.codes.append(700)
+    assert graph(x, out, memory=memory) is out
+    assert [args[1] for args in ONE_BY_ONE] == [x.data_ptr(), memory.data_ptr(), memory.data_ptr() + 512]

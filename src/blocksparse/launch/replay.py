@@ -39,8 +39,8 @@ class GraphCache:
         self._most_graphs, self._most_seen = most_graphs, most_seen
         self._lock = Lock()
         self._calls = 0  # of this process
-        # The graph of a call, and when it was used last.
-        self._graphs: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
+        # The graph of a call, and when it was used last: to move a long key to an end would hash it once more.
+        self._graphs: dict[Key, list[Any]] = {}
         # When a call without a graph was seen last; infinity if it is never captured.
         self._seen: OrderedDict[Key, float] = OrderedDict()
 
@@ -50,8 +50,7 @@ class GraphCache:
             if (entry := self._graphs.get(key)) is None:
                 return None
             self._calls += 1
-            self._graphs[key] = entry[0], self._calls
-            self._graphs.move_to_end(key)
+            entry[1] = self._calls
             return entry[0]
 
     def should_capture(self, key: Key) -> bool | None:
@@ -64,8 +63,8 @@ class GraphCache:
                 self._seen.popitem(last=False)
             if before is None:
                 return None
-            _, oldest = next(iter(self._graphs.values())) if len(self._graphs) >= self._most_graphs else (None, 0)
-            return oldest < before < math.inf
+            is_full = len(self._graphs) >= self._most_graphs
+            return (self._graphs[self._oldest()][1] if is_full else 0) < before < math.inf
 
     def exclude(self, key: Key) -> None:
         """Never capture this call again."""
@@ -77,9 +76,13 @@ class GraphCache:
         """Keep the graph of a call."""
         with self._lock:
             self._seen.pop(key, None)
-            self._graphs[key] = graph, self._calls
-            if len(self._graphs) > self._most_graphs:
-                self._graphs.popitem(last=False)
+            self._graphs.pop(key, None)
+            if len(self._graphs) >= self._most_graphs:
+                del self._graphs[self._oldest()]
+            self._graphs[key] = [graph, self._calls]
+
+    def _oldest(self) -> Key:
+        return min(self._graphs, key=lambda key: self._graphs[key][1])
 
     def clear(self) -> None:
         """Forget all calls."""
@@ -180,7 +183,7 @@ GRAPHS = GraphCache(most_graphs=1024, most_seen=4096)
 """The graphs of this process: some 60 kB for a call that is replayed, 2 kB for one that was seen."""
 
 
-def replayed(run: Callable[..., Result], *args: Any) -> Result:
+def replayed(run: Callable[..., Result], *args: Any, memory: Tensor | None = None) -> Result:
     """Run a function of tensors and plain values, such as `(q, k, v, spec, out)`, or replay its launches on a GPU.
 
     The first call with inputs of some sizes runs normally, which compiles kernels. The second is captured, and
@@ -194,6 +197,7 @@ def replayed(run: Callable[..., Result], *args: Any) -> Result:
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A method
             of a value that holds stages from elsewhere is replayed only if they are `replayable`, since others may
             launch kernels that a capture does not see.
+        memory: int32, for what a replay needs in between. At one address, it leaves kernels as they are set.
     """
     tensors = tuple([x for x in args if isinstance(x, Tensor)])
     key = None if current_capture.get() is not None else _key(run, tensors, args)
@@ -202,7 +206,7 @@ def replayed(run: Callable[..., Result], *args: Any) -> Result:
             if graph is None:
                 return _captured(key, run, tensors, args)
             with device_of(tensors[0]):
-                out: Result = graph(*tensors)
+                out: Result = graph(*tensors, memory=memory)
             return out
         except (CaptureError, torch.OutOfMemoryError):
             pass  # A capture holds all memory of a call, and a replay takes most of it in one piece.
@@ -237,14 +241,18 @@ def _key(run: Callable[..., Any], tensors: tuple[Tensor, ...], args: tuple[Any, 
     if torch.cuda.is_current_stream_capturing() or (owner := owner_of(run)) is None:
         return None
     parts: list[object] = [owner, first.device, torch.get_default_dtype()]
-    begins: list[Any] = []  # of the memory of each tensor
+    begins: dict[Any, tuple[int, int]] = {}  # by where memory begins, the first tensor in it, and where that is
     for x in args:
-        if not isinstance(x, Tensor):
-            parts += (type(x), x)
-        elif type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()) or not x.numel():
+        if type(x) is Tensor:
+            place = x.data_ptr()  # 0 of a tensor without entries
+            if not place or (x.requires_grad and torch.is_grad_enabled()):
+                return None
+            begin = place - x.storage_offset() * x.itemsize
+            # q, k and v may be parts of one tensor: then also where
+            one, first_place = begins.setdefault(begin, (len(begins), place))
+            parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - first_place)
+        elif isinstance(x, Tensor):
             return None
         else:
-            begins.append((place := x.data_ptr()) - x.storage_offset() * x.dtype.itemsize)
-            one = begins.index(begins[-1])  # q, k and v may be parts of one tensor: then also where
-            parts += (x.shape, x.stride(), x.dtype, place % 16, one, place - tensors[one].data_ptr())
+            parts += (type(x), x)
     return tuple(parts)

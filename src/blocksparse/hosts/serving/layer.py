@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, final
@@ -25,10 +24,13 @@ from blocksparse.pipeline import Pipeline
 from blocksparse.pipeline_core import seen, tail_of
 from blocksparse.spec import AttentionOptions, AttentionSpec
 
+# Calls that need more of it in between keep a GPU busy for longer than Python takes.
+_SCRATCH = 16 << 20
+
 
 @final
 class Workspace:
-    """Memory that an engine reserves for the keys and values of its longest request in one layer.
+    """Memory that an engine reserves: for the keys and values of its longest request in one layer, and scratch.
 
     All layers use it in turn, for one request after another. It is taken once, while memory is measured.
 
@@ -39,6 +41,7 @@ class Workspace:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self._rooms: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._scratch: dict[torch.device, Tensor] = {}
 
     def room(self, keys: Tensor, values: Tensor) -> Tensor:
         """Memory for the keys and values of the longest request.
@@ -46,16 +49,23 @@ class Workspace:
         Args:
             keys, values: caches `[pages, Hkv, page_size, D]`, or any `[..., Hkv, tokens, D]`.
         """
-        numbers = self.tokens * sum(x.shape[-3] * x.shape[-1] for x in (keys, values))
+        *_, heads, _, D = keys.shape
+        numbers = self.tokens * heads * (D + values.shape[-1])
         room = self._rooms.get((keys.dtype, keys.device))
         if room is None or room.numel() < numbers:  # of the layers with most heads
             room = self._rooms[keys.dtype, keys.device] = keys.new_empty(numbers)
         return room
 
+    def scratch(self, q: Tensor) -> Tensor | None:
+        """Memory for what a replayed call of these queries needs in between, int32; none on a CPU."""
+        if (found := self._scratch.get(q.device)) is None and q.is_cuda:
+            found = self._scratch[q.device] = q.new_empty(_SCRATCH // 4, dtype=torch.int32)
+        return found
+
     @property
     def nbytes(self) -> int:
         """How much there is."""
-        return sum(math.prod(room.shape) * room.dtype.itemsize for room in self._rooms.values())
+        return sum(x.numel() * x.itemsize for x in (*self._rooms.values(), *self._scratch.values()))
 
 
 _log = logging.getLogger(__name__)
@@ -135,6 +145,8 @@ class PagedAttention:
 
     def spec(self, heads: int, scale: float, remaining: int = 0) -> AttentionSpec:
         """What this layer asks for in a prompt of so many query heads."""
+        if self.sinks is None:
+            return _without_sinks(scale, self.softcap, remaining)
         options: AttentionOptions = {"softcap": self.softcap, "sinks": self.sinks, "remaining": remaining}
         return AttentionSpec.of(heads, scale, options)
 
@@ -155,11 +167,9 @@ class PagedAttention:
         heads = query.shape[1]
         for request in prefills.longest_first:
             start, stop = prefills.rows[request]
-            q, rows, spec = (
-                query[start:stop],
-                out[start:stop],
-                self.spec(heads, scale, prefills.remaining[request]),
-            )
+            # To slice takes Python longer than to ask, and a chunk of a long prompt is mostly alone in its step.
+            q, rows = (x if stop - start == x.shape[0] else x[start:stop] for x in (query, out))
+            spec = self.spec(heads, scale, prefills.remaining[request])
             self._attend(Prompt(q, keys, values, prefills.table, request, rows, spec))
 
     def attend(self, prompt: Prompt) -> None:
@@ -174,7 +184,7 @@ class PagedAttention:
         pipeline, room, whole = self.pipeline, self.workspace.room(keys, values), self._from_pages
         args = q, keys, values, table.pages[request], room, out, table.lengths[request]
         if isinstance(pipeline, Pipeline) and pipeline.replay:
-            replayed(whole.run, *args, seen(spec, whole.tail))
+            replayed(whole.run, *args, seen(spec, whole.tail), memory=self.workspace.scratch(q))
         else:
             whole.run(*args, spec)
 
@@ -206,6 +216,11 @@ class PagedAttention:
         if gauges is not None:
             gauges.saw(self.layer, trace)
         heads_first(prompt.out).copy_(trace.output.out)
+
+
+@lru_cache(maxsize=1024)
+def _without_sinks(scale: float, softcap: float | None, remaining: int) -> AttentionSpec:
+    return AttentionSpec(scale=scale, softcap=softcap, remaining=remaining)
 
 
 @lru_cache(maxsize=1024)
