@@ -235,8 +235,10 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.skipif(GPU, reason="pretends a GPU, with tensors on the CPU")
-@pytest.mark.parametrize("name", ["mean_pooling", "auto"])
-def test_all_layers_of_a_step_give_what_they_give_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "whole"), [("mean_pooling", True), ("auto", False)])
+def test_all_layers_of_a_step_give_what_they_give_alone(
+    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunk by chunk, with other pages in each: where later layers repeat the launches of the first, too."""
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(replay, "GRAPHS", GraphCache(most_graphs=1024, most_seen=4096))
@@ -247,8 +249,8 @@ def test_all_layers_of_a_step_give_what_they_give_alone(name: str, monkeypatch: 
         batch = SplitMetadata.of(common, found, keys, page_size=16, build=lambda _: None, remaining=remaining)
         for layer in range(4):
             cache, query = paged(common, 16, 2, D), torch.randn(sum(queries), 8, D)
-            (k, v), out = cache.split(D, dim=-1), torch.full_like(query, float("nan"))
-            scratch = not_none(workspace.scratch(query)).zero_()
+            k, v = (cache, None) if whole else cache.split(D, dim=-1)
+            out, scratch = torch.full_like(query, float("nan")), not_none(workspace.scratch(query)).zero_()
             PagedAttention(pipeline, layer, None, workspace)(query, k, v, out, not_none(batch.prefills), scale=0.3)
             assert bool(scratch.any()) is (layer > 1)  # of what is replayed
             alone = [

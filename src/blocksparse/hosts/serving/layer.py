@@ -43,14 +43,14 @@ class Workspace:
         self._rooms: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._scratch: dict[torch.device, Tensor] = {}
 
-    def room(self, keys: Tensor, values: Tensor) -> Tensor:
+    def room(self, keys: Tensor, values: Tensor | None) -> Tensor:
         """Memory for the keys and values of the longest request.
 
         Args:
-            keys, values: caches `[pages, Hkv, page_size, D]`, or any `[..., Hkv, tokens, D]`.
+            keys, values: caches `[pages, Hkv, page_size, D]`, or any `[..., Hkv, tokens, D]`, as of a `Prompt`.
         """
         *_, heads, _, D = keys.shape
-        numbers = self.tokens * heads * (D + values.shape[-1])
+        numbers = self.tokens * heads * (D if values is None else D + values.shape[-1])
         room = self._rooms.get((keys.dtype, keys.device))
         if room is None or room.numel() < numbers:  # of the layers with most heads
             room = self._rooms[keys.dtype, keys.device] = keys.new_empty(numbers)
@@ -76,11 +76,19 @@ class Prompt(NamedTuple):
 
     q: Tensor  # [M, Hq, D]
     keys: Tensor  # the cache of the layer, [pages, Hkv, page_size, D]
-    values: Tensor  # [pages, Hkv, page_size, Dv]
+    values: Tensor | None  # [pages, Hkv, page_size, Dv]; None if `keys` have them too, [pages, Hkv, page_size, 2D]
     table: PageTable
     request: int  # its row in the table
     out: Tensor  # [M, Hq, Dv]
     spec: AttentionSpec
+
+
+def _apart(keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The keys and values of the cache of a `Prompt`. A call that is replayed need not make these views."""
+    if values is not None:
+        return keys, values
+    keys, values = keys.split(keys.shape[3] // 2, dim=3)
+    return keys, values
 
 
 @final
@@ -105,7 +113,7 @@ class _FromPages:
         self,
         q: Tensor,
         keys: Tensor,
-        values: Tensor,
+        values: Tensor | None,
         pages: Tensor,
         room: Tensor,
         out: Tensor,
@@ -113,7 +121,7 @@ class _FromPages:
         spec: AttentionSpec,
     ) -> Tensor:
         """Write `out`. `room` gets the keys and values of as many tokens in `pages`."""
-        k, v = gathered(keys, values, pages, tokens, room)
+        k, v = gathered(*_apart(keys, values), pages, tokens, room)
         self.pipeline(heads_first(q), k, v, **spec.arguments(), out=heads_first(out))
         return out
 
@@ -151,7 +159,7 @@ class PagedAttention:
         return AttentionSpec.of(heads, scale, options)
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, prefills: Prefills, *, scale: float
+        self, query: Tensor, keys: Tensor, values: Tensor | None, out: Tensor, prefills: Prefills, *, scale: float
     ) -> None:
         """Attend the sparse rows of `query` to pages, and write the same rows of `out`.
 
@@ -160,8 +168,7 @@ class PagedAttention:
 
         Args:
             query: `[tokens, Hq, D]`, of the whole batch.
-            keys: the cache of this layer, `[pages, Hkv, page_size, D]`.
-            values: `[pages, Hkv, page_size, Dv]`.
+            keys, values: the cache of this layer, as of a `Prompt`.
             out: `[tokens, Hq, Dv]`.
         """
         heads = query.shape[1]
@@ -193,7 +200,7 @@ class PagedAttention:
         return self.pipeline.trace(heads_first(prompt.q), *self._gathered(prompt), **prompt.spec.arguments())
 
     def _gathered(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        keys, values = prompt.keys, prompt.values
+        keys, values = _apart(prompt.keys, prompt.values)
         return prompt.table.gather_one(prompt.request, keys, values, self.workspace.room(keys, values))
 
     def _attend(self, prompt: Prompt) -> None:

@@ -114,11 +114,9 @@ class SparsePrefill:
         """The reason why the cache of this layer cannot be read, or None."""
         return None
 
-    def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values in a cache: `[pages, Hkv, page_size, D]` each, with any strides."""
-        D: int = self.head_size  # type: ignore[attr-defined]  # of the native class
-        keys, values = kv_cache.split_with_sizes((D, kv_cache.shape[-1] - D), dim=-1)  # quicker than `split`
-        return keys, values
+    def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The keys and values in a cache, as a `Prompt` has them, with any strides."""
+        return kv_cache, None
 
     def forward(
         self,
