@@ -236,11 +236,9 @@ def test_wrong_files(tmp_path: Path, content: str | None, sentence: str) -> None
 
 def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
     plan = Plan.load(saved)
-    with pytest.raises(
-        TuneError, match=r"made for another model, .*\(it differs in weights, positions, windows or scales\)"
-    ):
+    with pytest.raises(TuneError, match=r"made for another model, .*\(it differs in weights or settings\)"):
         plan.schedule(tiny.network(seed=1))
-    with pytest.raises(TuneError, match=r"\(it differs in weights, positions, windows or scales\)"):
+    with pytest.raises(TuneError, match=r"\(it differs in weights or settings\)"):
         plan.schedule(tiny.network(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))  # equal weights
     with pytest.raises(TuneError, match=r"\(it differs in layers: 3 and 4\)"):
         plan.schedule(tiny.network(num_hidden_layers=4))
@@ -261,14 +259,18 @@ def test_a_length_is_at_least_one_token() -> None:
         ("granite", "attention_multiplier"),
         ("gemma2", "query_pre_attn_scalar"),
         ("gemma2", "attn_logit_softcapping"),
+        ("gpt2", "scale_attn_by_inverse_layer_idx"),
+        ("mixtral", "num_experts_per_tok"),
+        ("granite", "residual_multiplier"),
     ],
 )
-def test_a_plan_knows_how_logits_are_scaled(kind: str, scale: str) -> None:
+def test_a_plan_knows_the_numbers_of_a_config(kind: str, scale: str) -> None:
     network = small_model(kind)
     made_for = Fingerprint.of(network)
-    assert made_for.difference(Fingerprint.of(network)) is None
+    network.config.use_cache, network.config.pad_token_id = False, 3  # of a run
+    assert made_for.difference(Fingerprint.of(network.to(torch.float64))) is None
     setattr(network.config, scale, type(getattr(network.config, scale))(7))
-    assert made_for.difference(Fingerprint.of(network)) == "weights, positions, windows or scales"
+    assert made_for.difference(Fingerprint.of(network)) == "weights or settings"
 
 
 def test_a_plan_for_a_model_over_ranks(model: Any, saved: Path, tmp_path: Path) -> None:

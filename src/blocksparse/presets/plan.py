@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -23,6 +24,7 @@ _OF_THE_CONFIG = (  # they change attention, and no weight
     "num_kv_shared_layers", "query_pre_attn_scalar", "attention_multiplier", "attn_logit_softcapping",
     "attn_temperature_tuning", "attn_scale", "floor_scale",
 )  # fmt: skip
+_OF_A_RUN = re.compile("use_cache|output_|return_|.*token_id|.*dropout")  # numbers that users change as they like
 
 
 @final
@@ -35,7 +37,7 @@ class Fingerprint:
     layers: int
     heads: int
     kv_heads: int
-    weights: str  # a hash of some numbers of every weight, and of the config's positions, windows and logits
+    weights: str  # a hash of some numbers of every weight, and of the config's numbers, positions and windows
 
     @classmethod
     def of(cls, network: Any) -> Fingerprint:
@@ -55,7 +57,10 @@ class Fingerprint:
             flat = whole.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
             digest.update(f"{name} {tuple(weight.shape)} ".encode() + some.numpy().tobytes())
-        settings = {name: setting(config, name) for name in _OF_THE_CONFIG}
+        usual = type(config)().to_dict()
+        numbers = {name: x for name, x in config.to_dict().items() if isinstance(x, int | float)}
+        settings = {name: x for name, x in numbers.items() if x != usual.get(name) and not _OF_A_RUN.match(name)}
+        settings |= {name: setting(config, name) for name in _OF_THE_CONFIG}
         digest.update(json.dumps(settings, sort_keys=True).encode())
         heads, kv_heads = heads_of(config)
         return cls(
@@ -74,7 +79,7 @@ class Fingerprint:
         for what in ("type", "layers", "heads", "kv_heads"):
             if getattr(self, what) != getattr(other, what):
                 return f"{what.replace('_', ' ')}: {getattr(self, what)} and {getattr(other, what)}"
-        return None if self.weights == other.weights else "weights, positions, windows or scales"
+        return None if self.weights == other.weights else "weights or settings"
 
 
 FORMAT = "blocksparse plan 2"
