@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -406,8 +406,24 @@ def _is_trained(weight: Tensor) -> bool:
     return weight.requires_grad
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_a_checkpointed_call_is_dense_in_eval_mode(reentrant: bool) -> None:
+class Elsewhere(torch.autograd.Function):
+    """Reentrant checkpointing of another package."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Any:
+        ctx.run, ctx.x = run, x
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            return None, *torch.autograd.grad(ctx.run(x), x, *grads)
+
+
+@pytest.mark.parametrize("reentrant", [False, True, None], ids=["not reentrant", "reentrant", "elsewhere"])
+def test_a_checkpointed_call_is_dense_in_eval_mode(reentrant: bool | None) -> None:
     """As where prompts are tuned through a frozen model."""
     recorder, ids = DensityRecorder(), tokens(60)
 
@@ -419,7 +435,11 @@ def test_a_checkpointed_call_is_dense_in_eval_mode(reentrant: bool) -> None:
             return logits
 
         with torch.enable_grad():
-            logits: Tensor = torch.utils.checkpoint.checkpoint(forward, embedded, use_reentrant=reentrant)
+            logits: Tensor = (
+                cast(Any, Elsewhere).apply(forward, embedded)
+                if reentrant is None
+                else torch.utils.checkpoint.checkpoint(forward, embedded, use_reentrant=reentrant)
+            )
             logits.square().mean().backward()
         assert embedded.grad is not None
         return embedded.grad

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 import transformers
@@ -35,10 +35,12 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from blocksparse import AutoExecutor, CpuExecutor, Everything, GatherExecutor, Ranked, TritonExecutor
 from blocksparse.check.per_head import read, read_changed_again
 from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.hosts.transformers.call import refused_of
 from blocksparse.hosts.transformers.mask_request import mask_of
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.layers.head_groups import HeadGroups
@@ -235,6 +237,20 @@ def test_options_that_the_plain_model_leaves_out_are_refused(name: str, before: 
             with pytest.raises(ValueError, match=f"Attention passes {option!r} on and may ignore it"):
                 model(ids, **{option: torch.ones(4)})
         model(ids, **dict.fromkeys(given.split()))
+
+
+class Helped(nn.Module):
+    """It passes an option on from a method of its own."""
+
+    def more(self) -> Any:
+        return {"s_aux": None}
+
+    def forward(self, *args: Any) -> Any:
+        return eager_attention_forward(self, *args, **self.more())
+
+
+def test_an_option_of_a_method_is_the_own_one_of_a_class() -> None:
+    assert refused_of(Helped, eager=True) == {"softcap", "sinks", "position_bias"}
 
 
 def test_a_position_bias_that_sdpa_reads_counts() -> None:

@@ -284,10 +284,11 @@ def test_what_stands_behind_a_prompt_in_its_page_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-def test_a_layer_has_its_softcap_and_sinks(dense: bool) -> None:
-    """Also where its executor cannot run."""
+@pytest.mark.parametrize("sinks", [None, (0.5, -1.0, 2.0, float("-inf"))])
+def test_a_layer_has_its_softcap_and_sinks(dense: bool, sinks: tuple[float, ...] | None) -> None:
+    """Also where its executor cannot run, and a softcap alone."""
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
-    own: dict[str, Any] = {"softcap": 3.0, "sinks": torch.tensor([0.5, -1.0, 2.0, float("-inf")])}
+    own: dict[str, Any] = {"softcap": 3.0, "sinks": sinks if sinks is None else torch.tensor(sinks)}
     pipeline = a_shape(sink=16, local=32, block=16)
     attend = PagedAttention(
         evolve(pipeline, executor=Int8Executor()) if dense else pipeline, 7, None, Workspace(160), **own

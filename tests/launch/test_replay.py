@@ -285,6 +285,22 @@ class Looking(bs.Selector[bs.BlockScores, bs.BlockMask]):
         return rule(scores)
 
 
+@final
+@frozen
+class Unmarked(bs.Selector[bs.BlockScores, bs.BlockMask]):
+    """A stage of a user that promises nothing."""
+
+    k: int
+
+    def __call__(self, scores: bs.BlockScores) -> bs.BlockMask:
+        return bs.TopK(self.k)(scores)
+
+
+def test_a_stage_that_promises_nothing_is_not_replayed() -> None:
+    assert module.owner_of(quick(selector=Strongest(0.5))._core._sparse) is not None
+    assert module.owner_of(quick(selector=Unmarked(2))._core._sparse) is None
+
+
 def largest(values: Tensor) -> float:
     return float(values.max())
 

@@ -82,7 +82,7 @@ class GraphCache:
             self._graphs[key] = [graph, self._calls]
 
     def _oldest(self) -> Key:
-        return min(self._graphs, key=lambda key: self._graphs[key][1])
+        return min(self._graphs.items(), key=lambda item: item[1][1])[0]  # looks up, and so hashes, no key
 
     def clear(self) -> None:
         """Forget all calls."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
+from torch.autograd.function import FunctionCtx
 
 from blocksparse.launch.torch_private import under_a_transform
 
@@ -32,14 +33,21 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 def is_checkpointed() -> bool:
     """Whether reentrant checkpointing runs a call without gradients, and will run it again with them.
 
-    PyTorch notes this nowhere but on the stack. Never so while a graph is traced.
+    PyTorch notes this nowhere but on the stack, as the forward pass of an `autograd.Function`, and so do other
+    packages that checkpoint. Never so while a graph is traced.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    frame, forward = sys._getframe().f_back, CheckpointFunction.forward.__code__
-    while frame is not None and frame.f_code is not forward:
+    frame = sys._getframe().f_back
+    while frame is not None and not _is_of_a_function(frame):
         frame = frame.f_back
     return frame is not None
+
+
+def _is_of_a_function(frame: FrameType) -> bool:
+    code = frame.f_code  # locals are asked last, as they take microseconds
+    named = code.co_name == "forward" and code.co_varnames[:1] == ("ctx",)
+    return named and isinstance(frame.f_locals.get("ctx"), FunctionCtx)
 
 
 def refuse_tracing() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, final
 from weakref import ref
@@ -375,7 +374,14 @@ def refused_of(kind: type[nn.Module], *, eager: bool) -> frozenset[str]:
     """The options that a class does not pass itself, and may leave out without a pipeline: `eager` or by sdpa."""
     if (own := eager_of(kind)) is None:
         return frozenset()
-    forward: Any = inspect.unwrap(kind.forward)
-    passed = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in forward.__code__.co_consts)
     known = inspect.signature(own if eager else sdpa_attention_forward).parameters
-    return frozenset(_ONLY_EAGER + _BY_QUERY).difference(known, passed)
+    return frozenset(_ONLY_EAGER + _BY_QUERY).difference(
+        known, *(_constants(method) for _, method in inspect.getmembers(kind, inspect.isfunction))
+    )
+
+
+def _constants(code: Any) -> Iterator[object]:
+    """Of a function or its code, and of functions inside."""
+    code = getattr(inspect.unwrap(code), "__code__", code)
+    for value in getattr(code, "co_consts", ()):
+        yield from value if isinstance(value, tuple) else (value, *_constants(value))
