@@ -283,6 +283,8 @@ def test_figures_that_are_not_known_are_null() -> None:
         (["TINY", "--tokens", "2000"], "'--tokens' must be at most 1024, what the model can read: 2000"),
         (["TINY", "SHORT"], "'TEXT' must have at least 128 tokens, or there is nothing to skip: 5"),
         (["TINY", "--out", "/nowhere/x.html"], "'--out' must be a file in a folder that exists: /nowhere/x.html"),
+        (["TINY", "SHORT", "--out", "SHORT"], "'--out' must be another file than what is read: "),
+        (["TINY", "--out", "CONFIG"], "'--out' must be another file than what is read: "),
         (["TINY", "--converted", "x"], "'--converted' is for the model 'smollm2' alone, and this is "),
         (["TINY", "--preset", "x"], "'--preset' must be one of auto, pbs_attn"),
     ],
@@ -292,7 +294,11 @@ def test_refusals_are_one_sentence(
     arguments: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "short.txt").write_text("short")
-    names = {"TINY": str(folder / "tiny"), "SHORT": str(folder / "short.txt")}
+    names = {
+        "TINY": str(folder / "tiny"),
+        "SHORT": str(folder / "short.txt"),
+        "CONFIG": str(folder / "tiny/config.json"),
+    }
     fitting = [] if "--tokens" in arguments else ["--tokens", "600"]
     assert main(["inspect", *(names.get(x, x) for x in arguments), *fitting]) == 1
     printed, progress = capsys.readouterr()

@@ -591,6 +591,7 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
             "'positions' must be a whole number, at least 1: 0",
         ),
         (["MODEL", "--out", "."], "'--out' must be a file, the plan: . is a folder"),
+        (["MODEL", "--prompts", __file__, "--out", __file__], "'--out' must be another file than what is read: "),
     ],
 )
 def test_the_command_refuses_in_one_sentence(

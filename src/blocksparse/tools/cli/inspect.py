@@ -8,7 +8,15 @@ import sys
 from pathlib import Path
 
 from blocksparse.check.validators import UserError
-from blocksparse.tools.cli.options import Commands, add_command, add_json, add_presets, extra, only_errors
+from blocksparse.tools.cli.options import (
+    Commands,
+    add_command,
+    add_json,
+    add_presets,
+    check_out,
+    extra,
+    only_errors,
+)
 from blocksparse.tools.demo import TEXT, read_text
 
 _EXAMPLES = """\
@@ -73,6 +81,7 @@ def _run(parsed: argparse.Namespace) -> int:
     text = read_text(path, "TEXT")
     if not parsed.out.parent.is_dir() or parsed.out.is_dir():
         raise UserError(f"'--out' must be a file in a folder that exists: {parsed.out}. Make the folder.")
+    check_out(parsed.out, path, Path(parsed.model))
     disable_progress_bar()
     set_verbosity_error()
     _say("getting the model ready")

@@ -6,6 +6,7 @@ import argparse
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, final
 
 from blocksparse.check.validators import UserError
@@ -53,6 +54,18 @@ def add_presets(parser: argparse.ArgumentParser, *, by_default: str) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json`."""
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+
+
+def check_out(out: Path, *read: Path | None) -> None:
+    """Refuse to write over a file that is read, or that lies in a folder that is read."""
+    for path in read:
+        if (
+            path is not None
+            and out.exists()
+            and path.exists()
+            and path.resolve() in (out.resolve(), out.resolve().parent)
+        ):
+            raise UserError(f"'--out' must be another file than what is read: {out}. Give a new name.")
 
 
 @final

@@ -12,7 +12,7 @@ from typing import Any
 from blocksparse.check.validators import UserError, shown
 from blocksparse.presets.named import TuneError
 from blocksparse.presets.plan import Plan
-from blocksparse.tools.cli.options import Commands, Given, add_command, extra, only_errors
+from blocksparse.tools.cli.options import Commands, Given, add_command, check_out, extra, only_errors
 from blocksparse.tools.demo import TEXT, read_text
 from blocksparse.tools.demo.model import Model
 from blocksparse.tools.tune.journal import Report
@@ -125,6 +125,7 @@ def _check(arguments: argparse.Namespace) -> None:
             )
     if arguments.out.is_dir():
         raise TuneError(f"'--out' must be a file, the plan: {arguments.out} is a folder. Add a file name.")
+    check_out(arguments.out, arguments.text, arguments.prompts, arguments.model)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
