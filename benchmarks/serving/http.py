@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,26 +27,28 @@ from benchmarks.serving.load import LENGTHS
 PLUGIN = ("--attention-backend", "BLOCKSPARSE", "--additional-config", '{"blocksparse": {"quality": "balanced"}}')
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 LONGEST = 32_000
+WARM = 40  # prompts before the others, which compile
 COLUMNS = (
     "completed", "request_throughput", "p50_ttft_ms", "p95_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms",
 )  # fmt: skip
 
 
-def write_prompts(model: Path, path: Path, count: int, seed: str, most: int) -> None:
-    """Prompts of mixed lengths, each longer one of at most `most` tokens, as the dataset `custom` takes them."""
+def write_prompts(model: Path, counts: Mapping[Path, int], most: int) -> None:
+    """Files with so many prompts of mixed lengths, of at most `most` tokens, for vLLM's dataset `custom`."""
     from transformers import AutoTokenizer
 
     from benchmarks.trained.texts import text_of
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     ids = tokenizer.encode(text_of("code", "report")[:2_000_000], add_special_tokens=False)
-    draw = random.Random(seed)
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            (_, low, high) = draw.choices(LENGTHS, [share for share, _, _ in LENGTHS])[0]
-            tokens = min(draw.randint(low, high), most)
-            start = draw.randrange(len(ids) - tokens)
-            print(json.dumps({"prompt": tokenizer.decode(ids[start : start + tokens])}), file=file)
+    for path, count in counts.items():
+        draw = random.Random(path.stem)
+        with path.open("w", encoding="utf-8") as file:
+            for _ in range(count):
+                (_, low, high) = draw.choices(LENGTHS, [share for share, _, _ in LENGTHS])[0]
+                tokens = min(draw.randint(low, high), most)
+                start = draw.randrange(len(ids) - tokens)
+                print(json.dumps({"prompt": tokenizer.decode(ids[start : start + tokens])}), file=file)
 
 
 @contextmanager
@@ -66,9 +68,13 @@ def server(options: argparse.Namespace, name: str, more: tuple[str, ...]) -> Ite
         yield address
     finally:
         for by, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, by)  # the engine is a child of the server
-                process.wait(seconds)
+            with suppress(ProcessLookupError):  # of a group without processes
+                os.killpg(process.pid, by)  # the engine, a child of the server, holds the GPU's memory
+                until = time.monotonic() + seconds
+                while time.monotonic() < until:
+                    process.poll()
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.1)
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -118,23 +124,14 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    prompts = {rate: options.out / f"prompts-{rate}.jsonl" for rate in ("warm", *options.rates)}
-    for rate, path in prompts.items():
-        count = 40 if rate == "warm" else int(rate.partition("x")[2])
-        write_prompts(options.model, path, count, rate, options.most)
+    counts = {"warm": WARM} | {rate: int(rate.partition("x")[2]) for rate in options.rates}
+    prompts = {rate: options.out / f"prompts-{rate}.jsonl" for rate in counts}
+    write_prompts(options.model, {prompts[rate]: count for rate, count in counts.items()}, options.most)
     rows = ["| rate | engine | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, more in (("unmodified", ()), ("plugin", PLUGIN)):
         with server(options, name, more) as address:
-            load(
-                options,
-                address,
-                f"{name}-warm",
-                prompts["warm"],
-                "--custom-output-len",
-                "8",
-                "--num-prompts",
-                "40",
-            )
+            warm = "--custom-output-len", "8", "--num-prompts", str(WARM)
+            load(options, address, f"{name}-warm", prompts["warm"], *warm)
             for rate in options.rates:
                 per_second, _, count = rate.partition("x")
                 found = load(

@@ -64,7 +64,8 @@ class GraphCache:
             if before is None:
                 return None
             is_full = len(self._graphs) >= self._most_graphs
-            return (self._graphs[self._oldest()][1] if is_full else 0) < before < math.inf
+            oldest = min(used for _, used in self._graphs.values()) if is_full else 0
+            return oldest < before < math.inf
 
     def exclude(self, key: Key) -> None:
         """Never capture this call again."""
@@ -197,7 +198,7 @@ def replayed(run: Callable[..., Result], *args: Any, memory: Tensor | None = Non
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A method
             of a value that holds stages from elsewhere is replayed only if they are `replayable`, since others may
             launch kernels that a capture does not see.
-        memory: int32, for what a replay needs in between. At one address, it leaves kernels as they are set.
+        memory: int32, for what a replay needs in between. If its address stays, fewer kernels are set anew.
     """
     tensors = tuple([x for x in args if isinstance(x, Tensor)])
     key = None if current_capture.get() is not None else _key(run, tensors, args)
