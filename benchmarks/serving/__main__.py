@@ -29,6 +29,7 @@ from benchmarks.serving import report
 from benchmarks.serving.compare import compare, soak
 from benchmarks.serving.load import LENGTHS, Latency, poisson
 from benchmarks.serving.turns import CHUNK, Another, Bound, Case, Engine, Turn
+from benchmarks.trained.tasks import samples, tasks
 
 LONG = "1x65536 1x16384 1x32768 1x131071 4x32768"  # the first one's first run is the first request after start
 MIXES = "16x1000 16x4000 4x12000 16x1000x64 1x12000"
@@ -197,15 +198,16 @@ def _turns(options: argparse.Namespace, engines: Mapping[str, Engine]) -> dict[s
 
 def _prepared(options: argparse.Namespace, tokens: int) -> dict[str, Path]:
     """A file with the prompts of each task. They take a minute to make, and are the same for all engines."""
-    folder = Path(tempfile.gettempdir()) / f"tasks-{options.model.name}-{tokens}-{options.samples}"
+    name = "-".join(["tasks", options.model.name, str(tokens), str(options.samples), *sorted(options.kinds)])
+    folder = Path(tempfile.gettempdir()) / name
     if not folder.exists():
         from transformers import AutoTokenizer
 
-        from benchmarks.trained.tasks import samples
-
         tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
         unfinished = Path(tempfile.mkdtemp())
-        for task, some in samples(tokenizer, "report", tokens, options.samples, 0).items():
+        wanted = set(options.kinds or tasks("report"))
+        found = samples(tokenizer, "report", tokens, options.samples, 0, wanted.__contains__)
+        for task, some in found.items():
             (unfinished / f"{task}.json").write_text(json.dumps([asdict(sample) for sample in some]))
         unfinished.rename(folder)
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
@@ -243,6 +245,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--tasks", type=int, nargs="*", default=[], help="lengths of prompts whose answers are scored"
+    )
+    parser.add_argument(
+        "--kinds", nargs="*", default=[], choices=list(tasks("report")), help="of tasks; all unless given"
     )
     parser.add_argument("--samples", type=int, default=24, help="of each task")
     parser.add_argument(
