@@ -52,9 +52,10 @@ def layers(kind: str, architecture: str) -> dict[str, int]:
     config.architectures = [architecture]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
+        # vLLM itself turns prefix caching off for MLA on a CPU without AMX, too late for a hybrid's block size.
         engine = EngineArgs(
             model=folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=1024,
-            enforce_eager=True, additional_config={"blocksparse": {"preset": "auto"}},
+            enforce_eager=True, enable_prefix_caching=False, additional_config={"blocksparse": {"preset": "auto"}},
         ).create_engine_config()  # fmt: skip
     if engine.model_config.use_mla:
         return {MLA: engine.model_config.hf_text_config.num_hidden_layers}
