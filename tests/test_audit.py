@@ -19,7 +19,7 @@ from blocksparse.check.validators import UserError
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.observe import Audit, AuditedAttention, Crossing, Estimate
 from blocksparse.observe.audit import draw, ratio, row_sums
-from blocksparse.testing import make_qkv
+from blocksparse.testing import make_qkv, masked_attention
 from tests.specs import not_none
 from tests.tiny_model import tiny_llama
 
@@ -65,11 +65,8 @@ def figures(sums: Tensor) -> tuple[float, float]:
 def true_figures(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> tuple[float, float]:
     """By the definition, in float64: each query's own keys, one softmax, nothing sampled."""
     trace = pipeline.trace(q, k, v)
-    N, M, group = k.shape[2], q.shape[2], q.shape[1] // k.shape[1]
-    keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    logits = q.double() @ keys.mT * q.shape[-1] ** -0.5
-    future = torch.arange(N) > torch.arange(N - M, N)[:, None]
-    dense = logits.masked_fill(future, float("-inf")).softmax(-1) @ values
+    pairs = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    dense = masked_attention(q.double(), k.double(), v.double(), pairs, q.shape[-1] ** -0.5)
     distance = (trace.output.out.double() - dense).abs().sum()
     return float(trace.covered_mass().mean()), float(distance / dense.abs().sum())
 

@@ -15,20 +15,7 @@ from attrs import evolve
 from rich.console import Console
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
-from blocksparse import (
-    AutoExecutor,
-    Band,
-    BlockMask,
-    BlockMass,
-    Identity,
-    MeanPoolScorer,
-    Pipeline,
-    Selector,
-    Sink,
-    TopK,
-    mean_pooling,
-    pbs_attn,
-)
+import blocksparse as bs
 from blocksparse.check.validators import UserError
 from blocksparse.presets.named import Candidate, written
 from blocksparse.testing import every_preset
@@ -103,7 +90,7 @@ def test_perplexity_counts_the_text_only(tiny: Path) -> None:
 def test_presets_select_in_prompts_of_any_length(tiny: Path) -> None:
     ids = torch.randint(256, (1, 50), generator=torch.Generator().manual_seed(0))
     model = load(tiny, device=torch.device("cpu"))
-    prompt, pipeline = Prompt(ids, torch.ones(50).bool(), "", "", "1", 0), mean_pooling(0.1, block=16)
+    prompt, pipeline = Prompt(ids, torch.ones(50).bool(), "", "", "1", 0), bs.mean_pooling(0.1, block=16)
     assert measure(model, prompt, "mean_pooling", pipeline).density < 0.9
 
 
@@ -157,11 +144,11 @@ IN_A_PLAN = Candidate("sparge", {"share": 0.1}, band=128, last=64)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("pbs_attn", pbs_attn()),
-        ("pbs_attn()", pbs_attn()),
-        (" pbs_attn( 0.95 , block = 64 ) ", pbs_attn(0.95, block=64)),
-        ("pbs_attn([0.5, 0.9], as_released=True)", pbs_attn([0.5, 0.9], as_released=True)),
-        ("mean_pooling(0.97) | Band(128) | Sink", mean_pooling(0.97) | (Band(128) | Sink())),
+        ("pbs_attn", bs.pbs_attn()),
+        ("pbs_attn()", bs.pbs_attn()),
+        (" pbs_attn( 0.95 , block = 64 ) ", bs.pbs_attn(0.95, block=64)),
+        ("pbs_attn([0.5, 0.9], as_released=True)", bs.pbs_attn([0.5, 0.9], as_released=True)),
+        ("mean_pooling(0.97) | Band(128) | Sink", bs.mean_pooling(0.97) | (bs.Band(128) | bs.Sink())),
         (str(IN_A_PLAN), IN_A_PLAN.pipeline()),
         *((name, preset()) for name, preset in every_preset.items()),
     ],
@@ -185,14 +172,14 @@ def own_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "selector"),
     [
-        ("own_stages:mine", TopK(32)),
-        (" own_stages:mine( k = 64 ) ", TopK(64)),
-        ("own_stages:mine(3) | Band(128)", TopK(3) | Band(128)),
+        ("own_stages:mine", bs.TopK(32)),
+        (" own_stages:mine( k = 64 ) ", bs.TopK(64)),
+        ("own_stages:mine(3) | Band(128)", bs.TopK(3) | bs.Band(128)),
     ],
 )
 @pytest.mark.usefixtures("own_stages")
-def test_functions_of_users_are_presets(text: str, selector: Selector[BlockMass, BlockMask]) -> None:
-    mine = Pipeline(Identity(), MeanPoolScorer(64), selector, AutoExecutor(dense_below=0))
+def test_functions_of_users_are_presets(text: str, selector: bs.Selector[bs.BlockMass, bs.BlockMask]) -> None:
+    mine = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(64), selector, bs.AutoExecutor(dense_below=0))
     assert written(text) == mine
 
 
@@ -237,7 +224,9 @@ def test_methods_that_are_not_there_are_named(text: str, sentence: str) -> None:
 def test_picture_shows_the_true_attention(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 4, 600, 16, generator=generator), torch.randn(1, 2, 600, 16, generator=generator)
-    panels = [Panel.of(str(p.permuter), p, q, k, k, head=3) for p in (mean_pooling(block=64), pbs_attn(block=64))]
+    panels = [
+        Panel.of(str(p.permuter), p, q, k, k, head=3) for p in (bs.mean_pooling(block=64), bs.pbs_attn(block=64))
+    ]
     for panel in panels:
         assert 0 < panel.covered_mass <= 1 + 1e-6
         assert panel.keep.shape == (10, 10)
@@ -246,7 +235,7 @@ def test_picture_shows_the_true_attention(tmp_path: Path) -> None:
         torch.testing.assert_close(panel.attention.sum(-1) * 2, torch.ones(300))
     logits = (q[0, 3] @ k[0, 1].T / 4).masked_fill(torch.ones(600, 600).triu(1).bool(), float("-inf"))
     torch.testing.assert_close(
-        pooled_attention(mean_pooling().trace(q, k, k), 3, pixels=600), logits.softmax(-1), rtol=1e-4, atol=1e-6
+        pooled_attention(bs.mean_pooling().trace(q, k, k), 3, pixels=600), logits.softmax(-1), rtol=1e-4, atol=1e-6
     )
     draw(panels, tmp_path / "map.png", title="random")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
@@ -313,7 +302,7 @@ def test_whole_demo_on_a_tiny_model(tiny: Path, tmp_path: Path, capsys: pytest.C
         assert row["method"] in printed
         assert row["first_token_s"] > row["attention_s"] > 0
         assert row["perplexity"] == pytest.approx(257, rel=0.5)  # it knows nothing
-    assert written[1]["pipeline"] == always_sparse(mean_pooling())
+    assert written[1]["pipeline"] == always_sparse(bs.mean_pooling())
     some, everything = (row["density"] for row in written[2:])
     assert some < everything
     assert (tmp_path / "attention-map.png").read_bytes().startswith(b"\x89PNG")

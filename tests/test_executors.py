@@ -318,8 +318,7 @@ def test_a_cpu_without_compiler_takes_any_scale(scale: float, monkeypatch: pytes
     monkeypatch.setattr("blocksparse.execute.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
     q, k, v = make_qkv(N=100, D=16)
     spec = bs.AttentionSpec(scale=scale)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
-    mask = bs.BlockMask(grid.visible.expand(1, 4, -1, -1).clone(), grid)
+    mask = mask_of(q, k, bs.GlobalPermutation(), blocks=(32, 32))
     got, want = bs.CpuExecutor()(q, k, v, mask, spec), bs.ReferenceExecutor()(q, k, v, mask, spec)
     torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
@@ -332,8 +331,7 @@ def test_a_cpu_without_compiler_rounds_no_large_logits(size: float, monkeypatch:
     q, k, v = make_qkv(N=300, D=16)
     q[..., 0], k[..., 0] = 1.0, size
     spec = bs.AttentionSpec(scale=1.0)
-    grid = bs.Grid.of(q, k, bs.GlobalPermutation(), spec, q_block=32, k_block=32)
-    mask = bs.BlockMask(grid.visible.expand(1, 4, -1, -1).clone(), grid)
+    mask = mask_of(q, k, bs.GlobalPermutation(), blocks=(32, 32))
     small = q.clone()
     small[:, :, ::2] = 0.0
     of_all, of_small = (bs.CpuExecutor()(x, k, v, mask, spec) for x in (q, small))

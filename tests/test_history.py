@@ -372,15 +372,9 @@ class OddEnd(bs.PositionSelector):
         return (grid.q_last + grid.prompt_end) % 3 == 0
 
 
+# Other rules: test_a_chunk_is_part_of_its_prompt.
 RULES: dict[str, Selector[Any, Any]] = {
-    "last queries": bs.LastQueries(40),
     "by scores as well": bs.TopCdf(0.3) | (bs.Band(20) | bs.LastQueries(40)),
-    "last keys": bs.LastKeys(40),
-    "decaying": bs.DecayingTopK(8),
-    "by causality": bs.SelectorByCausality(bs.TopK(1) | bs.LastQueries(70), bs.TopK(1)),
-    "on tiles": bs.OnTiles(bs.LastQueries(20), 2),
-    "shared": bs.SharedByGroup(bs.TopK(2) | bs.LastQueries(40)),
-    "longer than the prompt": bs.LastQueries(N),
     "of the whole prompt": bs.LastQueries(10**30) & bs.TopK(3),
     "a user's": OddEnd(),
 }

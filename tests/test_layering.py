@@ -25,11 +25,6 @@ MAY_IMPORT_KERNELS = {
     "spec", "batch", "kernels", "order", "grid", "score", "select", "execute", "values", "observe", "tools",
 }  # fmt: skip
 
-# So may a room of kernels.
-ROOMS = [
-    "common", "masks", "gemm", "layout", "quantize", "score", "order", "select", "hopper", "attention",
-]  # fmt: skip
-
 MODULES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in SOURCE.rglob("*.py")
@@ -74,12 +69,7 @@ def forbidden(module: str) -> set[str]:
         allowed -= {"kernels"}
     if layer in ("distributed", "hosts", "testing", "tools"):
         allowed |= {""}  # the public surface itself
-    found = {name for name in imported if part(name, 1) not in allowed}
-    if layer == "kernels":
-        room = part(module, 2)
-        rooms = ROOMS[: ROOMS.index(room) + 1] if room else []
-        found |= {name for name in imported if part(name, 1) == "kernels" and part(name, 2) not in rooms}
-    return found
+    return {name for name in imported if part(name, 1) not in allowed}
 
 
 def test_imports_go_one_way() -> None:

@@ -13,7 +13,6 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-import blocksparse
 import blocksparse as bs
 from blocksparse import Identity, MeanPoolScorer, Pipeline, ReferenceExecutor, SegmentKeySort, Sink, TopCdf, TopK
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace, HeadGroups
@@ -182,18 +181,6 @@ def test_layers_that_take_the_choice_of_another() -> None:
             Schedule(A, layers={3: B}, dense=(0,), same_choice=(group,)).choosers(6)
     with pytest.raises(ValueError, match="layer 5 is in two groups of 'same_choice'"):
         Schedule(A, same_choice=((4, 5), (2, -1))).choosers(6)
-
-
-def test_a_schedule_is_its_own_configuration() -> None:
-    """Its repr can be pasted back, and what it was made from may change."""
-    layers: dict[int, Any] = {1: B}
-    groups: dict[tuple[int, ...], Any] = {(0,): A, (1,): None}
-    schedule = Schedule(HeadGroups(groups), layers=layers, dense=[0])
-    names = {**vars(blocksparse), "HeadGroups": HeadGroups, "Schedule": Schedule}
-    written = repr(schedule)
-    assert repr(eval(written, names)) == written
-    layers[0] = groups[2,] = A
-    assert repr(schedule) == written
 
 
 PIPELINE = bs.mean_pooling(0.4, block=16, executor=bs.ReferenceExecutor())

@@ -110,17 +110,11 @@ def test_refining_by_what_does_not_divide(n: Any) -> None:
 @pytest.mark.parametrize(
     ("preset", "arguments", "said"),
     [
-        (bs.bfla, {"tile": 0}, "'tile' must be a whole number from 1 to 16384: 0"),
-        (bs.bfla, {"block": 2**40}, "'block' must be a whole number from 1 to 16384: 1099511627776"),
         (bs.bfla, {"n_local": 1, "n_local_tiles": 1}, "give 'n_local' or 'n_local_tiles', not both: 1 and 1"),
         (bs.bfla, {"tile": 96}, "'block' must be a multiple of 'tile' (96): 256"),
-        (bs.s2o, {"block": 0}, "'block' must be a whole number from 1 to 16384: 0"),
-        (bs.s2o, {"S": 0}, "'S' must be a whole number from 1 to 16384: 0"),
         (bs.s2o, {"S": 100}, "'S' must be a multiple of 'block' (64): 100"),
-        (bs.pbs_attn, {"S": 2.5}, "'S' must be a whole number, at least 1: 2.5"),
         (bs.pbs_attn, {"S": 200}, "'S' must be a multiple of 'block' (128): 200"),
         (bs.pbs_attn_plus, {"S": 200}, "'S' must be a multiple of 'block' (128): 200"),
-        (bs.pbs_attn, {"mass": 2}, "'mass' must be a number in (0, 1], or one per query head: 2"),
         (bs.xattention, {"block": 20}, "'block' must be a multiple of 'stride' (8): 20"),
         (bs.sparge, {"mass": [0.5], "share": 0.5}, "give 'mass' or 'share', not both: [0.5] and 0.5"),
         (
@@ -309,17 +303,10 @@ INPUTS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda call: call(Q, K, V, attn_mask=torch.ones(256, 256)), "TypeError | mask"),
     (lambda call: call(Q, K, V, is_causal=True), "TypeError | is_causal"),
     (lambda call: call(Q, K, V, causal=1), "TypeError: 'causal' must be a bool: 1"),
-    (lambda call: call(Q, K, V, causal=None), "TypeError: 'causal' must be a bool: None"),
     (lambda call: call(Q, K, V, scale="x"), "'scale' | str | float()"),
-    (lambda call: call(Q, K, V, window=0), "'window' | at least 1 | 0"),
-    (lambda call: call(Q, K, V, softcap=-1.0), "'softcap' | -1.0"),
     (lambda call: call(Q, K, V, sinks=[0.1, 0.2]), "'sinks' has 2 entries for 4 query heads"),
 ]  # fmt: skip
 CORRECTED = bs.MeanCorrectionExecutor(bs.ReferenceExecutor())
-
-
-def chooses(scorer: Any, selector: Any) -> object:
-    return bs.Pipeline(bs.Identity(), scorer, selector, bs.ReferenceExecutor())
 
 
 CALLS: list[tuple[Callable[[], Any], str]] = [
@@ -331,18 +318,12 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: bs.TopK(3, of_all_keys=True), "'of_all_keys' applies to 'share' alone"),
     (lambda: bs.s2o(0.1, executor=bs.GatherExecutor(0.2)), "'tau' belongs to the executor"),
     (lambda: bs.Int8Executor(scales="block", tiles=bs.HopperTiles(2, 128, 2)), "'scales' | 'token'"),
-    (lambda: chooses(bs.MeanLogitScorer(), bs.TopCdf(0.9)), "TopCdf needs a BlockMass | gives a BlockLogits"),
-    (lambda: chooses(bs.MeanPoolScorer(), bs.MeanStd(1.0)), "MeanStd needs a BlockLogits | gives a BlockMass"),
     (lambda: bs.MeanCorrectionExecutor(CORRECTED), "would count twice. Give the executor"),
     (lambda: bs.sol_attn(mean_correction=True, executor=CORRECTED), "would count twice. Give the executor"),
     (lambda: bs.MeanCorrectionExecutor(ANY.GatherExecutor(0.1)), "RankedBlockMask, and MeanCorrection"),
     # Names and numbers of presets.
     (lambda: ANY.auto("best"), "'quality' | 'careful', 'balanced' or 'fast' | 'best'"),
-    (lambda: bs.xattention(90), "'mass' | (0, 1] | 90"),
-    (lambda: bs.mean_pooling(-0.1), "'mass' | (0, 1] | -0.1"),
     (lambda: ANY.xattention(threshold=0.9), "xattention() | 'threshold'"),
-    (lambda: ANY.TopK(0.1), "'k' | whole number | 0.1"),
-    (lambda: bs.TopK(share=2.0), "'share' | (0, 1] | 2.0"),
     (lambda: bs.TopK(), "ValueError: 'TopK' takes either 'k' or 'share' | k=None"),
     (lambda: bs.TopK(2, share=0.5), "ValueError: 'TopK' takes either 'k' or 'share' | k=2"),
     (lambda: ANY.HilbertOrder((16, 16)), "'grid' | (T, H, W) | or None: (16, 16). An image is (1, H, W)."),

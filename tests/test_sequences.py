@@ -15,7 +15,7 @@ from torch import Tensor
 
 import blocksparse as bs
 from blocksparse import presets
-from blocksparse.custom_op import OpaqueCall, _attend_each, attend, call_op
+from blocksparse.custom_op import OpaqueCall, _attend, _attend_each, attend, call_op
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import HeadGroupsTrace
 from blocksparse.spec import AttentionOptions
@@ -161,15 +161,18 @@ def test_what_ends_a_call_is_given_all_of_it_and_may_write(in_a_graph: bool, dev
     assert len(ended) == 1  # a call of one prompt has no such end
 
 
+@pytest.mark.parametrize("op", [_attend, _attend_each], ids=str)
 @pytest.mark.parametrize("tokens_first", [False, True])
-def test_the_op_keeps_the_rules_of_ops(tokens_first: bool, device: str) -> None:
+def test_the_ops_keep_the_rules_of_ops(op: Any, tokens_first: bool, device: str) -> None:
     q, k, v = (x.to(device) for x in make_qkv(Hq=4, Hkv=2, N=60, D=16, Dv=8))
     if tokens_first:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's own test takes no opaque objects
-    given = (q, k, v, SPARSE._call, bs.Sequences.packed([40, 20]), [1.0, 0.125, 0.0, 0.0], None, 0)
-    torch.library.opcheck(_attend_each, given, test_utils=checks)
-    assert _attend_each(*given).transpose(1, 2).is_contiguous() == tokens_first
+    several = () if op is _attend else (bs.Sequences.packed([40, 20]),)
+    given = (q, k, v, SPARSE._call, *several, [1.0, 0.125, 0.0, 0.0], None, 0)
+    torch.library.opcheck(op, given, test_utils=checks)
+    assert op(*given).transpose(1, 2).is_contiguous() == tokens_first
+    assert several or torch.equal(op(*given), SPARSE(q, k, v, scale=0.125))
 
 
 def test_each_prompt_has_the_executor_that_it_has_alone(device: str) -> None:

@@ -86,8 +86,7 @@ COMMANDS = ("inspect", "demo", "tune")
 
 @pytest.fixture(autouse=True)
 def _two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tune` would take a minute for all of its candidates."""
-    monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": tiny.CANDIDATES[:2]})
+    tiny.two_candidates(monkeypatch)
 
 
 def saved(config: Any, folder: Path) -> Path:
@@ -102,19 +101,11 @@ def saved(config: Any, folder: Path) -> Path:
 
 def run(command: str, folder: Path, out: Path) -> int:
     options = {
-        "inspect": [
-            str(folder),
-            str(TEXT),
-            "--tokens",
-            "300",
-            "--preset",
-            "mean_pooling(0.4, block=32)",
-            "--json",
-        ],
-        "demo": ["--model", str(folder), "--tokens", "400", "--preset", "mean_pooling(0.4, block=32)"],
-        "tune": [str(folder), "--tokens", "900", "800", "--count", "1", "--minimise", "density"],
+        "inspect": f"{folder} {TEXT} --tokens 300 --preset mean_pooling(0.4,block=32) --json",
+        "demo": f"--model {folder} --tokens 400 --preset mean_pooling(0.4,block=32)",
+        "tune": f"{folder} --tokens 900 800 --count 1 --minimise density",
     }
-    return main([command, *options[command], "--out", str(out)])
+    return main([command, *options[command].split(), "--out", str(out)])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

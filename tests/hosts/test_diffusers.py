@@ -30,26 +30,7 @@ from tests.hosts.diffusion_pipelines import PIPELINES
 from tests.specs import not_none
 from tests.stages import ByReference
 
-from blocksparse import (
-    AutoExecutor,
-    BlockMask,
-    Everything,
-    Frames,
-    GatherExecutor,
-    GivenOrder,
-    HeadGroups,
-    HilbertOrder,
-    Identity,
-    MeanPoolScorer,
-    Pipeline,
-    Ranked,
-    RasterOrder,
-    ReferenceExecutor,
-    Refined,
-    Schedule,
-    TileOrder,
-    TopK,
-)
+import blocksparse as bs
 from blocksparse.hosts.diffusers import FAMILIES, DensityRecorder, Family, TokenLayout, attach
 from blocksparse.hosts.diffusers.adapter import StepCounter
 from blocksparse.layers.head_groups import AnyPipeline
@@ -70,12 +51,14 @@ def _warnings_of_diffusers() -> Any:
         yield
 
 
-DENSE_LIMIT: AnyPipeline = Pipeline(HilbertOrder(), MeanPoolScorer(16), Everything(), ReferenceExecutor())
-SPARSE: AnyPipeline = Pipeline(HilbertOrder(), MeanPoolScorer(16), TopK(1), ReferenceExecutor())
+DENSE_LIMIT: AnyPipeline = bs.Pipeline(
+    bs.HilbertOrder(), bs.MeanPoolScorer(16), bs.Everything(), bs.ReferenceExecutor()
+)
+SPARSE: AnyPipeline = bs.Pipeline(bs.HilbertOrder(), bs.MeanPoolScorer(16), bs.TopK(1), bs.ReferenceExecutor())
 
 
 def watched(executor: ByReference, order: Any = None) -> AnyPipeline:
-    return Pipeline(order or HilbertOrder(), MeanPoolScorer(16), TopK(1), executor)
+    return bs.Pipeline(order or bs.HilbertOrder(), bs.MeanPoolScorer(16), bs.TopK(1), executor)
 
 
 def made(case: Case) -> Any:
@@ -83,7 +66,7 @@ def made(case: Case) -> Any:
     return case.model().eval()
 
 
-def attached(model: Any, pipeline: LayerPipeline | Schedule = SPARSE, **options: Any) -> Any:
+def attached(model: Any, pipeline: LayerPipeline | bs.Schedule = SPARSE, **options: Any) -> Any:
     return attach(model, pipeline, min_tokens=1, **options)
 
 
@@ -117,7 +100,7 @@ def test_the_order_is_that_of_the_models_own_grid(case: Case) -> None:
         executor, inputs = ByReference(), given(case, grid)
         with attached(model := made(case), watched(executor)):
             run(model, inputs)
-        cells = HilbertOrder((1, H, T * W) if case.image else grid).cells("cpu")
+        cells = bs.HilbertOrder((1, H, T * W) if case.image else grid).cells("cpu")
         for mask in executor.masks:
             k_index = not_none(mask.grid.permutation.k_index)
             assert torch.equal(k_index[0, 0, 0, : len(cells)].long(), cells)
@@ -138,7 +121,7 @@ def test_the_recorder_tells_the_density_of_what_ran(case: Case) -> None:
 @pytest.mark.parametrize("every", [None, 2])
 def test_the_recorder_tells_what_ran_densely(every: int | None) -> None:
     """The executor may attend densely where that is less work."""
-    little = Pipeline(Identity(), MeanPoolScorer(8), TopK(1), AutoExecutor(dense_below=1e30))
+    little = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(8), bs.TopK(1), bs.AutoExecutor(dense_below=1e30))
     recorder, model = DensityRecorder(), made(CASES["wan"])
     with attached(model, little, recorder=recorder, choose_every=every):
         run(model, given(CASES["wan"], SMALL))
@@ -198,12 +181,17 @@ def test_any_pipeline_and_head_groups_run() -> None:
     """Orders that keep tokens in place, finer blocks than those that were scored, heads that differ."""
     model, inputs = made(CASES["flux"]), given(CASES["flux"], SMALL)
     expected = run(model, inputs)
-    finer = Refined(Everything(), 2)
+    finer = bs.Refined(bs.Everything(), 2)
     for pipeline in (
-        Pipeline(Identity(), MeanPoolScorer(16), finer, ReferenceExecutor()),
-        Pipeline(RasterOrder(), MeanPoolScorer(16), Everything(), ReferenceExecutor()),
-        HeadGroups(
-            {(1,): Pipeline(TileOrder(tile=(1, 4, 4)), MeanPoolScorer(16), finer, ReferenceExecutor()), (0,): None}
+        bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), finer, bs.ReferenceExecutor()),
+        bs.Pipeline(bs.RasterOrder(), bs.MeanPoolScorer(16), bs.Everything(), bs.ReferenceExecutor()),
+        bs.HeadGroups(
+            {
+                (1,): bs.Pipeline(
+                    bs.TileOrder(tile=(1, 4, 4)), bs.MeanPoolScorer(16), finer, bs.ReferenceExecutor()
+                ),
+                (0,): None,
+            }
         ),
     ):
         with attached(model, pipeline):
@@ -211,7 +199,9 @@ def test_any_pipeline_and_head_groups_run() -> None:
 
 
 def test_an_early_stop_does_not_go_with_text() -> None:
-    stops: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(16), Ranked(TopK(1)), GatherExecutor(0.1))
+    stops: AnyPipeline = bs.Pipeline(
+        bs.Identity(), bs.MeanPoolScorer(16), bs.Ranked(bs.TopK(1)), bs.GatherExecutor(0.1)
+    )
     model = made(CASES["flux"])
     with (
         attached(model, stops),
@@ -224,7 +214,7 @@ def test_an_early_stop_does_not_go_with_text() -> None:
 
 def test_an_order_with_a_grid_of_its_own_must_fit() -> None:
     model = made(CASES["wan"])
-    fits = GivenOrder(SMALL, HilbertOrder(SMALL).cells("cpu"))
+    fits = bs.GivenOrder(SMALL, bs.HilbertOrder(SMALL).cells("cpu"))
     with attached(model):
         expected = run(model, given(CASES["wan"], SMALL))
     with attached(model, watched(ByReference(), fits)):
@@ -233,7 +223,7 @@ def test_an_order_with_a_grid_of_its_own_must_fit() -> None:
             ValueError, match=r"made for the grid \(3, 4, 6\), and the tokens .* \(2, 7, 5\). Leave"
         ):
             run(model, given(CASES["wan"], LARGE))
-    for order in (HilbertOrder(SMALL, prefix=7), HilbertOrder(SMALL, suffix=7)):
+    for order in (bs.HilbertOrder(SMALL, prefix=7), bs.HilbertOrder(SMALL, suffix=7)):
         with pytest.raises(ValueError, match="the model says where its text stands, so leave out"):
             attached(model, watched(ByReference(), order))
 
@@ -242,15 +232,15 @@ def test_layers() -> None:
     """Blocks count through both lists of Flux; a dense layer is diffusers' own, bit by bit."""
     model, inputs, recorder = made(CASES["flux"]), given(CASES["flux"], SMALL), DensityRecorder()
     expected = run(model, inputs)
-    with attached(model, Schedule(SPARSE, layers={1: DENSE_LIMIT}, dense=(-1,)), recorder=recorder):
+    with attached(model, bs.Schedule(SPARSE, layers={1: DENSE_LIMIT}, dense=(-1,)), recorder=recorder):
         run(model, inputs)
     assert recorder.sparse_calls() == {0: 1, 1: 1}
     assert recorder.dense_calls() == {2: Counter({"no pipeline for this layer": 1})}
     assert float(recorder.density()[0].mean()) < 0.7 < float(recorder.density()[1].mean())
-    with attached(model, Schedule(SPARSE, dense=(0, 1, 2))):
+    with attached(model, bs.Schedule(SPARSE, dense=(0, 1, 2))):
         assert torch.equal(run(model, inputs), expected)
     with pytest.raises(ValueError, match="there is no layer 3: the model has 3"):
-        attached(model, Schedule(SPARSE, dense=(3,)))
+        attached(model, bs.Schedule(SPARSE, dense=(3,)))
 
 
 def test_steps() -> None:
@@ -368,7 +358,7 @@ def test_choices_of_halves_stay_apart_where_a_cache_skips_blocks() -> None:
     model, executor = made(CASES["wan"]), ByReference()
     model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.05))
     halves = {name: given(CASES["wan"], SMALL) for name in ("cond", "uncond")}
-    masks: list[list[BlockMask]] = []
+    masks: list[list[bs.BlockMask]] = []
     with attached(model, watched(executor), dense_steps=(0,), choose_every=4):
         for timestep in (900.0, 800.0, 799.99):
             for name, half in halves.items():
@@ -391,7 +381,7 @@ def test_a_choice_of_the_same_step_is_the_call_itself() -> None:
         assert torch.equal(run(model, inputs), expected)
         run(model, given(CASES["hunyuan_video"], LARGE))  # other sizes are another choice
         assert torch.equal(run(model, inputs), expected)
-    groups = HeadGroups({(0,): SPARSE, (1,): None})
+    groups = bs.HeadGroups({(0,): SPARSE, (1,): None})
     with pytest.raises(ValueError, match="'choose_every' keeps what pipelines choose, and HeadGroups are several"):
         attached(model, groups, choose_every=2)
 
@@ -399,8 +389,8 @@ def test_a_choice_of_the_same_step_is_the_call_itself() -> None:
 def test_budgets_by_step() -> None:
     """From step 1 on another pipeline, from step 3 on in one layer alone; another run has the first one again."""
     model, inputs, recorder = made(CASES["wan"]), given(CASES["wan"], SMALL), DensityRecorder()
-    less: AnyPipeline = Pipeline(HilbertOrder(), MeanPoolScorer(16), TopK(2), ReferenceExecutor())
-    phases: dict[int, Any] = {3: Schedule(SPARSE, dense=(0,)), 1: less}
+    less: AnyPipeline = bs.Pipeline(bs.HilbertOrder(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
+    phases: dict[int, Any] = {3: bs.Schedule(SPARSE, dense=(0,)), 1: less}
     outs, densities = [], []
     with attached(model, DENSE_LIMIT, by_step=phases, choose_every=2, recorder=recorder):
         for timestep in (900.0, 800.0, 700.0, 600.0, 950.0):
@@ -419,16 +409,16 @@ def test_budgets_by_step() -> None:
 def test_rules_on_cells_take_the_grid_from_the_model() -> None:
     """Inside of unions too."""
     model, inputs, executor = made(CASES["wan"]), given(CASES["wan"], SMALL), ByReference()
-    for selector in (Frames(first=0, period=3), TopK(1) | Frames(first=0, period=3)):
-        pipeline: AnyPipeline = Pipeline(Identity(), MeanPoolScorer(8), selector, executor)
+    for selector in (bs.Frames(first=0, period=3), bs.TopK(1) | bs.Frames(first=0, period=3)):
+        pipeline: AnyPipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(8), selector, executor)
         executor.masks.clear()
         with attached(model, pipeline):
             run(model, inputs)
         keep = executor.masks[0].keep[0, 0]
         assert bool(keep[:, :3].all())  # 24 cells of frame 0, in blocks of 8
-        assert bool(keep[:, 3:].any()) == (not isinstance(selector, Frames))
+        assert bool(keep[:, 3:].any()) == (not isinstance(selector, bs.Frames))
     with (
-        attached(model, Pipeline(Identity(), MeanPoolScorer(8), Frames((1, 2, 3)), executor)),
+        attached(model, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(8), bs.Frames((1, 2, 3)), executor)),
         pytest.raises(ValueError, match=r"made for other tokens than those of this call, \(3, 4, 6\)"),
     ):
         run(model, inputs)
@@ -506,7 +496,7 @@ def test_several_pictures() -> None:
         assert (run(qwen, inputs) - expected).abs().max() <= 1e-6
     with attached(qwen, watched(executor)):
         run(qwen, inputs)
-    both = HilbertOrder((1, 4, 18)).cells("cpu"), HilbertOrder((1, 3, 5)).cells("cpu") + 72
+    both = bs.HilbertOrder((1, 4, 18)).cells("cpu"), bs.HilbertOrder((1, 3, 5)).cells("cpu") + 72
     k_index = not_none(executor.masks[0].grid.permutation.k_index)
     assert torch.equal(k_index[0, 0, 0, :87].long(), torch.cat(both))
 
@@ -605,7 +595,7 @@ def test_a_mask_of_ones_own_is_dense() -> None:
             lambda module, args, kwargs: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
         )
     expected = run(model, inputs)
-    with attached(model, Schedule(SPARSE, dense=(0,)), recorder=recorder):
+    with attached(model, bs.Schedule(SPARSE, dense=(0,)), recorder=recorder):
         assert torch.equal(run(model, inputs), expected)
     assert recorder.dense_calls()[1] == recorder.dense_calls()[2] == Counter({"mask": 1})
 
@@ -706,7 +696,9 @@ def test_everything_is_restored_after_an_exception(case: Case) -> None:
     )
     registry = diffusers.models.attention_dispatch._AttentionBackendRegistry
     tables = [dict(registry._backends), dict(registry._constraints), dict(registry._supported_arg_names)]
-    fails: AnyPipeline = Pipeline(HilbertOrder((1, 2, 3)), MeanPoolScorer(16), TopK(1), ReferenceExecutor())
+    fails: AnyPipeline = bs.Pipeline(
+        bs.HilbertOrder((1, 2, 3)), bs.MeanPoolScorer(16), bs.TopK(1), bs.ReferenceExecutor()
+    )
     with pytest.raises(ValueError, match="made for the grid"), attached(model, fails):
         run(model, inputs)
     hook = model.proj_out.register_forward_hook(lambda *_: 1 / 0)
@@ -790,7 +782,7 @@ def test_processors_that_layers_share_are_told_apart() -> None:
     for block in model.blocks:
         block.attn1.processor = shared
     recorder = DensityRecorder()
-    with attached(model, Schedule(SPARSE, dense=(0,)), recorder=recorder):
+    with attached(model, bs.Schedule(SPARSE, dense=(0,)), recorder=recorder):
         run(model, inputs)
     assert recorder.sparse_calls() == {1: 1}
     assert all(block.attn1.processor is shared for block in model.blocks)

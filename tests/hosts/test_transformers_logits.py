@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -136,28 +137,21 @@ def assert_same_in_groups_and_audited(model: Any, ids: Tensor, groups: dict[tupl
         assert abs(layer.covered_mass.value - 1) < 1e-5
 
 
-def _write(sinks: Tensor) -> None:
-    sinks.mul_(-2)
+# Writes into sinks; no version tells of those that are unseen.
+UNSEEN: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda sinks: sinks.data.mul_(-2),
+    "numpy": lambda sinks: np.copyto(sinks.detach().numpy(), [3, -1, 2, 0]),
+}
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    **UNSEEN,
+    "write": lambda sinks: sinks.mul_(-2),
+    "nothing": lambda sinks: sinks.fill_(-float("inf")),
+    "other data": lambda sinks: setattr(sinks, "data", -2 * sinks.data),
+}
 
 
-def _nothing(sinks: Tensor) -> None:
-    sinks.fill_(-float("inf"))
-
-
-def _write_data(sinks: Tensor) -> None:
-    sinks.data.mul_(-2)
-
-
-def _other_data(sinks: Tensor) -> None:
-    sinks.data = -2 * sinks.data
-
-
-def _write_unseen(sinks: Tensor) -> None:
-    sinks.detach().numpy()[:] = [3, -1, 2, 0]
-
-
-@pytest.mark.parametrize("change", [_write, _nothing, _write_data, _other_data, _write_unseen])
-def test_sinks_that_change_are_read_again(change: Callable[[Tensor], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_sinks_that_change_are_read_again(change: Callable[[Tensor], object]) -> None:
     model, ids = with_sinks("gpt_oss"), tokens(100)
     with attached(model, recorder := DensityRecorder()) as attachment:
         before = model(ids).logits
@@ -171,8 +165,8 @@ def test_sinks_that_change_are_read_again(change: Callable[[Tensor], None]) -> N
     assert not torch.allclose(before, after, atol=1e-2)
 
 
-@pytest.mark.parametrize("change", [_write_data, _write_unseen])
-def test_attaching_again_reads_sinks_again(change: Callable[[Tensor], None]) -> None:
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+def test_attaching_again_reads_sinks_again(change: Callable[[Tensor], object]) -> None:
     """Those on a GPU are remembered, and no version tells of such a write."""
     model = with_sinks("gpt_oss")
     sinks = model.model.layers[0].self_attn.sinks
@@ -183,8 +177,8 @@ def test_attaching_again_reads_sinks_again(change: Callable[[Tensor], None]) -> 
         assert read(sinks).numbers == tuple(sinks.tolist())
 
 
-@pytest.mark.parametrize("change", [_write_data, _write_unseen])
-def test_sinks_of_a_served_model_are_read_again_if_they_change(change: Callable[[Tensor], None]) -> None:
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+def test_sinks_of_a_served_model_are_read_again_if_they_change(change: Callable[[Tensor], object]) -> None:
     """A server loads new weights into the same memory, and has nothing to attach again."""
     changed, same = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([1.0, 4.0])
     never_read = torch.ones(3)

@@ -20,24 +20,7 @@ from tests.on_kernels import pretend_gpu, small_preset
 from tests.specs import not_none
 from torch import Tensor
 
-from blocksparse import (
-    AutoExecutor,
-    Band,
-    HeadGroups,
-    Identity,
-    Int8Executor,
-    MeanPoolScorer,
-    Pipeline,
-    Sink,
-    TopK,
-    TritonExecutor,
-    a_shape,
-    auto,
-    mean_pooling,
-    pbs_attn,
-    skip_softmax,
-    sparge,
-)
+import blocksparse as bs
 from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.hosts.serving.layer import PagedAttention, Workspace, record_dense
 from blocksparse.hosts.serving.runs import Prefills, Runs, Split
@@ -194,7 +177,7 @@ def test_sparse_prompts_attend_to_their_pages(queries: list[int]) -> None:
     assert batch.prefills is not None
     assert [rest.max_query_len for rest in asked] == [1]  # what decodes keeps the fastest kernels for that
     out, recorder = torch.full((sum(queries), 8, D), 7.0), DensityRecorder()
-    pipeline = a_shape(sink=16, local=32, block=16)
+    pipeline = bs.a_shape(sink=16, local=32, block=16)
     attend = PagedAttention(pipeline, 3, recorder, Workspace(max(keys)))
     keys_of_all, values_of_all = cache.split(D, dim=-1)
     attend(query, keys_of_all, values_of_all, out, batch.prefills, scale=0.3)
@@ -222,7 +205,7 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
         {"blocksparse": {"preset": "a_shape", "audit": {"every": 3, "rows": 16, "max_error": 1e-6}}}, SERVED, HOST
     )
     pytest.importorskip("prometheus_client")
-    pipeline, gauges = a_shape(sink=16, local=32, block=16), AuditGauges(not_none(settings.audit))
+    pipeline, gauges = bs.a_shape(sink=16, local=32, block=16), AuditGauges(not_none(settings.audit))
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
     audited, plain = (PagedAttention(pipeline, 2, None, Workspace(160), its) for its in (gauges, None))
     expected = of_one_prompt(plain, q, k, v, scale=0.25)
@@ -273,7 +256,7 @@ def test_what_stands_behind_a_prompt_in_its_page_is_not_read() -> None:
         cache[int(common.block_table_tensor[request, tokens // 16]), :, tokens % 16 :] = float("nan")
     batch = SplitMetadata.of(common, split(queries, keys), keys, page_size=16, build=lambda rest: None)
     attend, out = (
-        PagedAttention(mean_pooling(0.5, block=16), 3, None, Workspace(133)),
+        PagedAttention(bs.mean_pooling(0.5, block=16), 3, None, Workspace(133)),
         torch.full((119, 8, D), 7.0),
     )
     k, v = cache.split(D, dim=-1)
@@ -289,9 +272,9 @@ def test_a_layer_has_its_softcap_and_sinks(dense: bool, sinks: tuple[float, ...]
     """Also where its executor cannot run, and a softcap alone."""
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
     own: dict[str, Any] = {"softcap": 3.0, "sinks": sinks if sinks is None else torch.tensor(sinks)}
-    pipeline = a_shape(sink=16, local=32, block=16)
+    pipeline = bs.a_shape(sink=16, local=32, block=16)
     attend = PagedAttention(
-        evolve(pipeline, executor=Int8Executor()) if dense else pipeline, 7, None, Workspace(160), **own
+        evolve(pipeline, executor=bs.Int8Executor()) if dense else pipeline, 7, None, Workspace(160), **own
     )
     out = of_one_prompt(attend, q, k, v, scale=0.3)
     expected = dense_attention(q, k, v, AttentionSpec(scale=0.3, **own))
@@ -310,7 +293,7 @@ def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
 
 def test_what_the_executor_cannot_run_is_dense_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=64, D=16)
-    pipeline, recorder = evolve(a_shape(), executor=Int8Executor()), DensityRecorder()
+    pipeline, recorder = evolve(bs.a_shape(), executor=bs.Int8Executor()), DensityRecorder()
     attend = PagedAttention(pipeline, 7, recorder, Workspace(64))
     for _ in range(2):
         out = of_one_prompt(attend, q, k, v, scale=0.3)
@@ -323,14 +306,14 @@ def test_what_the_executor_cannot_run_is_dense_and_said_once(caplog: pytest.LogC
 @pytest.mark.parametrize("dense_below", [None, 0, 1e6])
 def test_whether_a_request_pays_follows_from_its_sizes(dense_below: float | None) -> None:
     worth = Worth.of(dense_below, torch.empty(()), heads=8, kv_heads=2, head_dim=16)
-    some, everything = a_shape(sink=16, local=32, block=16), a_shape(sink=16, local=512, block=16)
+    some, everything = bs.a_shape(sink=16, local=32, block=16), bs.a_shape(sink=16, local=512, block=16)
     assert worth.dense_because(some, 16, 64) == ("little work" if dense_below == 1e6 else None)
     assert worth.dense_because(some, 500, 500) is None
     assert worth.dense_because(everything, 500, 500) == "every block is kept"
-    assert worth.dense_because(HeadGroups({(0,): everything, (1,): None}), 500, 500) == "every block is kept"
-    assert worth.dense_because(HeadGroups({(0,): everything, (1,): some}), 500, 500) is None
+    assert worth.dense_because(bs.HeadGroups({(0,): everything, (1,): None}), 500, 500) == "every block is kept"
+    assert worth.dense_because(bs.HeadGroups({(0,): everything, (1,): some}), 500, 500) is None
     if dense_below != 1e6:  # which keeps every block, and leaves out tiles of them
-        assert worth.dense_because(skip_softmax(), 500, 500) is None
+        assert worth.dense_because(bs.skip_softmax(), 500, 500) is None
 
 
 @pytest.mark.parametrize(
@@ -352,7 +335,9 @@ def test_less_work_pays_in_an_engine(
 def test_layers_of_equal_pipelines_are_split_alike() -> None:
     """A plan makes a pipeline for each layer; a batch is split once for all that are equal."""
     settings = Settings(
-        (a_shape(local=64), None, evolve(a_shape(local=64)), a_shape(local=512)), min_tokens=1, min_queries=2
+        (bs.a_shape(local=64), None, evolve(bs.a_shape(local=64)), bs.a_shape(local=512)),
+        min_tokens=1,
+        min_queries=2,
     )
     worth = Worth.of(None, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     kinds = Kinds.of(filter(None, settings.layers), settings, worth)
@@ -370,21 +355,21 @@ def test_sizes_to_warm_with() -> None:
     assert all(1 < M <= min(2048, N) and 9000 <= N <= 131072 for M, N in found)
     settings = Settings((), min_tokens=512, min_queries=64)
     worth = Worth.of(1e9, torch.empty(()), heads=8, kv_heads=2, head_dim=128)
-    least = not_none(pays_from(mean_pooling(), worth, settings, queries=512, tokens=4096))
-    assert worth.dense_because(mean_pooling(), 512, least) is None
-    assert worth.dense_because(mean_pooling(), 512, least - 1) == "little work"
-    assert pays_from(mean_pooling(), worth, settings, queries=32, tokens=4096) is None
-    assert pays_from(mean_pooling(), worth, settings, queries=512, tokens=least - 1) is None
+    least = not_none(pays_from(bs.mean_pooling(), worth, settings, queries=512, tokens=4096))
+    assert worth.dense_because(bs.mean_pooling(), 512, least) is None
+    assert worth.dense_because(bs.mean_pooling(), 512, least - 1) == "little work"
+    assert pays_from(bs.mean_pooling(), worth, settings, queries=32, tokens=4096) is None
+    assert pays_from(bs.mean_pooling(), worth, settings, queries=512, tokens=least - 1) is None
 
 
 def test_whole_prompts_are_warm_too() -> None:
     """A step that takes the longest prompt also takes shorter ones, each as a whole."""
     settings = Settings((), min_tokens=512, min_queries=64)
     worth = Worth.of(1e9, torch.empty(()), heads=8, kv_heads=2, head_dim=128)
-    least = not_none(pays_from(mean_pooling(), worth, settings, queries=4096, tokens=4096))
+    least = not_none(pays_from(bs.mean_pooling(), worth, settings, queries=4096, tokens=4096))
     assert 512 < least < 2048
-    assert worth.dense_because(mean_pooling(), least, least) is None
-    assert worth.dense_because(mean_pooling(), least - 1, least - 1) == "little work"
+    assert worth.dense_because(bs.mean_pooling(), least, least) is None
+    assert worth.dense_because(bs.mean_pooling(), least - 1, least - 1) == "little work"
     found = set(sizes(4096, least, 4096))
     assert {(N, N) for _, N in found} <= found
 
@@ -395,25 +380,25 @@ def test_an_engine_is_warm_before_it_serves() -> None:
     worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     query, out = torch.randn(64, 4, 16), torch.full((64, 4, 16), float("nan"))
     workspace = Workspace(300)
-    attention = PagedAttention(mean_pooling(block=16), 0, None, workspace)
+    attention = PagedAttention(bs.mean_pooling(block=16), 0, None, workspace)
     assert warm(attention, worth, settings, query, out, tokens=300, page_size=16) > 0
     assert workspace.nbytes == 300 * 2 * 2 * 16 * 4
     assert (out[:64] == 0).all()  # of values that are 0
-    eight = PagedAttention(sparge(executor=Int8Executor()), 5, None, Workspace(300))
+    eight = PagedAttention(bs.sparge(executor=bs.Int8Executor()), 5, None, Workspace(300))
     with pytest.raises(ConfigurationError, match=r"of layer 5 cannot run here: Int8Executor: "):
         warm(eight, worth, settings, query, out, tokens=300, page_size=16)
 
 
 def test_an_audited_call_finds_its_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[tuple[int, ...]] = []
-    monkeypatch.setattr(Pipeline, "trace", lambda _, q, *__, **___: traced.append(q.shape))
+    monkeypatch.setattr(bs.Pipeline, "trace", lambda _, q, *__, **___: traced.append(q.shape))
     settings, worth = (
         Settings((), min_tokens=1, min_queries=2),
         Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16),
     )
     query = torch.randn(64, 4, 16)
     for gauges in (None, AuditGauges(Audit())):
-        attention = PagedAttention(mean_pooling(block=16), 0, None, Workspace(300), gauges)
+        attention = PagedAttention(bs.mean_pooling(block=16), 0, None, Workspace(300), gauges)
         warm(attention, worth, settings, query, query.clone(), tokens=300, page_size=16)
     assert traced == [(1, 4, 64, 16)]
 
@@ -424,7 +409,7 @@ def test_settings() -> None:
     first, second, third, last = settings.layers
     assert first is last is None
     # The engine decides what is dense, so that what a pipeline gets runs its stages.
-    assert second == third == pbs_attn(0.8, executor=AutoExecutor(dense_below=0))
+    assert second == third == bs.pbs_attn(0.8, executor=bs.AutoExecutor(dense_below=0))
     assert (settings.min_tokens, settings.min_queries, settings.record) == (4096, 64, True)
     assert settings.dense_below is None
 
@@ -432,17 +417,19 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     ("given", "pipeline"),
     [
-        ({"quality": "careful"}, auto("careful")),
-        ({"preset": "auto", "quality": "fast", "dense_below": 1e12}, auto("fast")),
-        ({"preset": "sparge", "executor": "int8"}, sparge(executor=Int8Executor())),
-        ({"preset": "sparge", "executor": "triton"}, sparge(executor=TritonExecutor())),
+        ({"quality": "careful"}, bs.auto("careful")),
+        ({"preset": "auto", "quality": "fast", "dense_below": 1e12}, bs.auto("fast")),
+        ({"preset": "sparge", "executor": "int8"}, bs.sparge(executor=bs.Int8Executor())),
+        ({"preset": "sparge", "executor": "triton"}, bs.sparge(executor=bs.TritonExecutor())),
     ],
 )
-def test_settings_of_a_preset(given: dict[str, Any], pipeline: Pipeline[Any, Any, Any]) -> None:
+def test_settings_of_a_preset(given: dict[str, Any], pipeline: bs.Pipeline[Any, Any, Any]) -> None:
     settings = Settings.of({"blocksparse": given}, SERVED, HOST)
     executor = pipeline.executor
     expected = (
-        evolve(pipeline, executor=AutoExecutor(dense_below=0)) if isinstance(executor, AutoExecutor) else pipeline
+        evolve(pipeline, executor=bs.AutoExecutor(dense_below=0))
+        if isinstance(executor, bs.AutoExecutor)
+        else pipeline
     )
     assert settings.layers == (expected,) * 4
     assert settings.dense_below == given.get("dense_below")
@@ -457,8 +444,8 @@ def test_a_pipeline_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(tmp_path)
     given = {"preset": "my_own_stages:mine", "settings": {"k": 5}, "band": 256, "sink": 64, "dense": [0]}
     first, *others = Settings.of({"blocksparse": given}, SERVED, HOST).layers
-    selector = TopK(5) | (Band(256) | Sink(64))
-    expected = Pipeline(Identity(), MeanPoolScorer(32), selector, AutoExecutor(dense_below=0))
+    selector = bs.TopK(5) | (bs.Band(256) | bs.Sink(64))
+    expected = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), selector, bs.AutoExecutor(dense_below=0))
     assert (first, *others) == (None, expected, expected, expected)
 
 
@@ -576,7 +563,7 @@ def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
 def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
     given = {"blocksparse": {"plan": plan_file(tmp_path, None), "min_tokens": 2048}}
     settings = Settings.of(given, Served("llama", 2, 8, 2, ranks=2), HOST)
-    assert isinstance(settings.layers[0], Pipeline)
+    assert isinstance(settings.layers[0], bs.Pipeline)
     assert settings.layers[1] is None
     with pytest.raises(
         ConfigurationError, match=r"made for another model, tiny \(it differs in layers: 2 and 4\)"
@@ -587,8 +574,8 @@ def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
 def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
     given = {"blocksparse": {"plan": plan_file(tmp_path, (0,))}}
     layer = Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0]
-    assert isinstance(layer, HeadGroups)
-    assert [part and part.executor for part in layer.groups.values()] == [AutoExecutor(dense_below=0), None]
+    assert isinstance(layer, bs.HeadGroups)
+    assert [part and part.executor for part in layer.groups.values()] == [bs.AutoExecutor(dense_below=0), None]
     with pytest.raises(
         ConfigurationError, match="the plan chooses for single heads in layer 0, but each of 2 GPUs"
     ):

@@ -21,7 +21,6 @@ from tests.on_kernels import small_preset
 pytest.importorskip("triton")
 from blocksparse import kernels
 from blocksparse.launch.launches import LookedUp, Remembered
-from tests.kernels.machine_code import Code, wrong_order
 
 
 def of_the_package() -> set[str]:
@@ -84,43 +83,6 @@ def test_a_turn_that_others_take_is_seen(planted: str, wrong: list[str]) -> None
     turns = "bar.sync 14, 256; bar.arrive 15, 256; bar.sync 15, 256; bar.arrive 14, 256; "
     assert sorted(ping_pong_barriers(own + turns + planted)[1]) == wrong
     assert ping_pong_barriers(own) == (set(), [])
-
-
-def listed(*code: str) -> Code:
-    """A loop of these instructions, each repeated by a number in front of it; `END` is the address of the last wait."""
-    lines = [line for text in code for line in [text.lstrip("0123456789 ")] * int(text.split()[0])]
-    end = next(i for i, line in enumerate(lines) if "gsb0, 0x0" in line)
-    return [(16 * i, line.replace("END", f"{16 * end:#x}")) for i, line in enumerate(lines)]
-
-
-WAIT = "1 WARPGROUP.DEPBAR.LE gsb0, 0x0"
-BEFORE = ("1 HGMMA.64x128x16 R24, gdesc[UR8], R24", "1 WARPGROUP.DEPBAR.LE gsb0, 0x1", "1 @!P0 BRA 0x30")
-FIRST = ("32 FFMA R1, R2, UR4, R3", "16 MUFU.EX2 R1, R1", "1 @!P0 BRA END")
-SECOND = ("8 FADD R4, R4, R1", "16 MUFU.EX2 R2, R2", "8 FADD R4, R4, R1", "1 @!P0 BRA END")
-LAST = ("16 FADD R4, R4, R2", "1 @!P0 BRA END", "9 MUFU.EX2 R2, R2", WAIT, "1 @P0 BRA 0x0")
-
-
-@pytest.mark.parametrize(
-    ("code", "wrong"),
-    [
-        ((*BEFORE, *FIRST, *SECOND, *LAST), ""),
-        ((*BEFORE, *FIRST[:2], *SECOND, *LAST), "0 pieces of code"),  # a branch is dropped
-        ((*BEFORE, *FIRST[:2], "1 FADD R4, R4, R1", FIRST[2], *SECOND, *LAST), "(16, 1, 32)"),  # a sum is early
-        ((*BEFORE, "31 FFMA R1, R2, R4, R3", *FIRST[1:], "1 FFMA R1, R2, R4, R3", *SECOND, *LAST), "(16, 16, 1)"),
-        ((*BEFORE, *FIRST, *SECOND[:3], *SECOND[1:], *LAST), "(32, 24, 0)"),  # powers of a part to come
-        ((*BEFORE, *FIRST, *SECOND, *LAST[:4], "7 MUFU.EX2 R2, R2", LAST[4]), "7 powers stand behind"),
-        ((*BEFORE, *FIRST, *SECOND, *LAST[:4]), "0 loops"),
-    ],
-)
-def test_a_wrong_order_in_machine_code_is_seen(code: tuple[str, ...], wrong: str) -> None:
-    found = wrong_order(listed(*code), consumers=1, scores=32)
-    assert bool(found) == bool(wrong)
-    assert all(wrong in x for x in found[:1])
-
-
-def test_weights_that_are_rounded_at_once_have_no_parts() -> None:
-    assert wrong_order(listed(*BEFORE, *FIRST, *LAST), consumers=1, scores=0) == []
-    assert wrong_order(listed(*BEFORE, *FIRST, *LAST), consumers=2, scores=0)
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.testing import assert_within_budget
+from blocksparse.testing import assert_within_budget, masked_attention
 
 CASES = 200
 some_cases = pytest.mark.parametrize(
@@ -99,28 +99,31 @@ Kept = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def check(
-    preset: Callable[[Small], bs.Pipeline[Any, Any, Any]],
+    preset: bs.Pipeline[Any, Any, Any] | Callable[[Small], bs.Pipeline[Any, Any, Any]],
     reading: Callable[[Small], Kept],
     inputs: Iterator[Small],
     *,
     chunked: bool = False,
 ) -> None:
-    """The masks must be equal, and outputs attention over them; chunks must choose as the whole does."""
+    """The masks must be equal, and outputs attention over them; chunks must choose as the whole does.
+
+    The preset may follow from the case.
+    """
     kept = total = 0
     for turn, case in enumerate(inputs):
-        pipeline, found = preset(case), reading(case)
+        pipeline, found = preset if isinstance(preset, bs.Pipeline) else preset(case), reading(case)
         trace = pipeline.trace(case.q, case.k, case.v, causal=case.causal)
         want, *orders = found if isinstance(found, tuple) else (found,)
         keep = trace.mask.per_query_head()
         assert torch.equal(keep, want.expand_as(keep)), (turn, case.q.shape, case.k.shape)
         kept, total = kept + int(keep.sum()), total + int(trace.mask.grid.visible.expand_as(keep).sum())
         pairs = _pairs(case, want.expand_as(keep), *orders)
-        out = _attention(case, pairs)
+        out = masked_attention(case.q, case.k, case.v, pairs, case.scale)
         torch.testing.assert_close(trace.output.out, out, rtol=0, atol=1e-10)
         if turn % 10 == 0 and case.q.shape[2] > 15:  # and in fp32, where the greatest error is of many
             q, k, v = (x.float() for x in (case.q, case.k, case.v))
             got = bs.CpuExecutor()(q, k, v, trace.mask, trace.spec)
-            assert_within_budget(got.out, out, _attention(evolve(case, q=q, k=k, v=v), pairs))
+            assert_within_budget(got.out, out, masked_attention(q, k, v, pairs, case.scale))
         if chunked and turn % 10 == 0 and case.offset == 0 and case.k.shape[2] > case.block:
             start = case.draw.randrange(case.block, case.k.shape[2], case.block)
             chunk = pipeline.trace(case.q[:, :, start:], case.k, case.v, causal=True).mask
@@ -138,12 +141,6 @@ def _pairs(case: Small, keep: Tensor, q_order: Tensor | None = None, k_order: Te
         by_key = torch.zeros_like(wide).scatter(3, k_order.unsqueeze(2).expand(B, Hq, M, N), wide)
         pairs = torch.zeros_like(wide).scatter(2, q_order.unsqueeze(3).expand(B, Hq, M, N), by_key)
     return pairs.tril(case.offset) if case.causal else pairs
-
-
-def _attention(case: Small, pairs: Tensor) -> Tensor:
-    logits = (case.q @ case.keys.mT * case.scale).masked_fill(~pairs, float("-inf"))
-    values = case.v.repeat_interleave(case.q.shape[1] // case.v.shape[1], 1)
-    return logits.softmax(-1).nan_to_num(0.0) @ values
 
 
 def top(scores: Tensor, count: Tensor | int) -> Tensor:

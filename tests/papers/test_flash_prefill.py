@@ -28,9 +28,7 @@ def reading(case: Small, *, last: int = 0) -> Tensor:
 
 
 def test_masks_outputs_and_chunks() -> None:
-    def preset(case: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
-        return bs.flash_prefill(ALPHA, block=8, sink=8, window=16, last=None, executor=bs.ReferenceExecutor())
-
+    preset = bs.flash_prefill(ALPHA, block=8, sink=8, window=16, last=None, executor=bs.ReferenceExecutor())
     check(preset, reading, (small(i, causal=True) for i in range(CASES)), chunked=True)
 
 

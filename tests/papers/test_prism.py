@@ -35,18 +35,14 @@ def reading(case: Small, temperature: float | None = None) -> Tensor:
 
 @some_cases
 def test_masks_and_outputs(cases: range) -> None:
-    def preset(
-        _: Small,
-    ) -> bs.Pipeline[bs.GlobalPermutation, bs.ScoresPair[bs.BlockMass, bs.BlockMass], bs.BlockMask]:
-        return bs.prism(MASS, block=8, executor=bs.ReferenceExecutor())
-
+    preset = bs.prism(MASS, block=8, executor=bs.ReferenceExecutor())
     check(preset, reading, (small(i, causal=True, D=D) for i in cases))
 
 
 def test_a_given_temperature_makes_chunks_choose_as_the_whole() -> None:
     pipeline = bs.prism(MASS, block=8, temperature=0.5, executor=bs.ReferenceExecutor())
     cases = (small(i, causal=True, D=D) for i in range(20))
-    check(lambda _: pipeline, lambda case: reading(case, 0.5), cases, chunked=True)
+    check(pipeline, lambda case: reading(case, 0.5), cases, chunked=True)
 
 
 @pytest.mark.parametrize(("temperature", "most"), [(None, 0.02), (0.5, 0.0)])

@@ -34,9 +34,7 @@ def test_masks_and_outputs(variance: Variance, cases: range) -> None:
         text = case.among(lambda _, col: col.stop > case.k.shape[2] - 3)
         return (logits > bound) | near | text
 
-    def preset(case: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockLogits, bs.BlockMask]:
-        return bs.sol_attn(0.8, block=8, variance=variance, text=3, executor=bs.ReferenceExecutor())
-
+    preset = bs.sol_attn(0.8, block=8, variance=variance, text=3, executor=bs.ReferenceExecutor())
     some = cases if variance == "diagonal" else cases[::10]
     check(preset, reading, (small(i, causal=False, most=120) for i in some))
 

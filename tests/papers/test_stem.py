@@ -64,7 +64,7 @@ def test_masks_and_outputs(cases: range, lengths: tuple[float, float] | None) ->
         0.4, k=K, weight=0.5, lengths=lengths, stride=STRIDE, block=8, sink=8, window=16,
         executor=bs.ReferenceExecutor(),
     )  # fmt: skip
-    check(lambda _: pipeline, partial(reading, decay=0.4, weight=0.5, lengths=lengths), louder(cases))
+    check(pipeline, partial(reading, decay=0.4, weight=0.5, lengths=lengths), louder(cases))
 
 
 def test_chunks_choose_as_the_whole_where_nothing_is_measured() -> None:

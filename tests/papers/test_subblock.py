@@ -39,17 +39,13 @@ def dfs_attn(case: Small) -> Tensor:
 
 @some_cases
 def test_subblock(cases: range) -> None:
-    def preset(_: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
-        return bs.subblock(0.25, cell=CELL, block=8, executor=bs.ReferenceExecutor())
-
+    preset = bs.subblock(0.25, cell=CELL, block=8, executor=bs.ReferenceExecutor())
     check(preset, subblock, (small(i, causal=False) for i in cases))
 
 
 @some_cases
 def test_dfs_attn(cases: range) -> None:
-    def preset(_: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
-        return bs.dfs_attn(0.3, cell=CELL, block=8, executor=bs.ReferenceExecutor())
-
+    preset = bs.dfs_attn(0.3, cell=CELL, block=8, executor=bs.ReferenceExecutor())
     check(preset, dfs_attn, (small(i, causal=False) for i in cases))
 
 

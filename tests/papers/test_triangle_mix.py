@@ -32,9 +32,6 @@ def test_sparse_layers(cases: range) -> None:
 
         return case.among(held) & case.visible
 
-    def preset(_: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask]:
-        pipeline = bs.triangle_mix(1, 3, 9, 5, block=8, executor=bs.ReferenceExecutor()).resolve(2)[1]
-        assert isinstance(pipeline, bs.Pipeline)
-        return pipeline
-
-    check(preset, reading, (small(i, causal=True) for i in cases))
+    pipeline = bs.triangle_mix(1, 3, 9, 5, block=8, executor=bs.ReferenceExecutor()).resolve(2)[1]
+    assert isinstance(pipeline, bs.Pipeline)
+    check(pipeline, reading, (small(i, causal=True) for i in cases))

@@ -174,9 +174,7 @@ def test_svg2(cases: range) -> None:
         mass = (case.scale * queries @ keys.mT).softmax(-1)[None]
         return holding(mass, 0.6) | top(mass, math.ceil(0.1 * mass.shape[3])), q_order[None], k_order[None]
 
-    def preset(_: Small) -> bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
-        return bs.svg2(0.6, q_clusters=3, k_clusters=5, iterations=2, block=8, executor=REFERENCE)
-
+    preset = bs.svg2(0.6, q_clusters=3, k_clusters=5, iterations=2, block=8, executor=REFERENCE)
     check(preset, reading, (small(i, causal=False, most=40) for i in cases))
 
 

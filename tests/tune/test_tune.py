@@ -469,8 +469,7 @@ def folder(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def _two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command knows no others."""
-    monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": tiny.CANDIDATES[:2]})
+    tiny.two_candidates(monkeypatch)
 
 
 @pytest.mark.slow
@@ -508,19 +507,8 @@ def test_as_many_prompts_compare_and_verify_as_were_asked_for(
     monkeypatch.setattr(command, "tune", see)
     text = tmp_path / "text.txt"
     text.write_text(2 * TEXT)
-    options = [
-        str(folder),
-        "--text",
-        str(text),
-        "--tokens",
-        "900",
-        "800",
-        "--count",
-        str(count),
-        "--held",
-        str(held),
-    ]
-    assert main(["tune", *options]) != 0
+    options = f"--text {text} --tokens 900 800 --count {count} --held {held}"
+    assert main(["tune", str(folder), *options.split()]) != 0
     compared, verified = seen
     assert [len(prompt.ids[0]) for prompt in compared] == [900] * count + [800] * count
     assert [len(prompt.ids[0]) for prompt in verified] == [900] * held + [800] * held
@@ -615,17 +603,9 @@ def test_the_command_says_that_calls_are_too_large(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    options = [
-        "--text",
-        str(tmp_path / "text.txt"),
-        "--tokens",
-        "900",
-        "800",
-        "--count",
-        "1",
-        "--batch",
-        "1000000000",
-    ]
-    assert main(["tune", str(folder), "--out", str(tmp_path / "plan.json"), *options]) == 1
+    options = (
+        f"--text {tmp_path}/text.txt --tokens 900 800 --count 1 --batch 1000000000 --out {tmp_path}/plan.json"
+    )
+    assert main(["tune", str(folder), *options.split()]) == 1
     said = capsys.readouterr().err
     assert "the device has too little memory for calls of 1000000000 prompts. Take shorter prompts or " in said

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from blocksparse.tools.tune import Candidate, TunePrompt
+from blocksparse.tools.tune import Candidate, TunePrompt, tune
 from tests.tiny_model import tiny_llama
 
 LAYERS, HEADS, KV_HEADS, VOCABULARY, TOKENS = 3, 4, 2, 260, 256
@@ -39,3 +40,8 @@ CANDIDATES = (
     Candidate("a_shape", {"sink": 16, "local": 64, "block": 16}),
     Candidate("s2o", {"tau": 0.1, "S": 64, "block": 16}),
 )
+
+
+def two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command `tune` knows no others, which would take a minute."""
+    monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": CANDIDATES[:2]})

@@ -185,15 +185,13 @@ def int8_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """`int8_attention` in float64; weights are not rounded to fp8."""
     q, k, v, taken = operands.q, operands.k, operands.v, operands.taken
-    q_block, k_block, q_lead, index = lists.q_block, lists.k_block, positions.q_lead, lists.index
+    k_block, q_lead = lists.k_block, positions.q_lead
     (_, Hq, M, _), (_, twice, N, _) = q.shape, k.shape
     Hk, tile = twice // 2, min(tiles.block_n, k_block)
     per_tile = tiles.block_n // tile  # pieces
 
     def of_queries(x: Tensor) -> Tensor:
-        """`x` `[B|1, Hm, rows, ...]` repeated for each query head and query, `[B|1, Hq, M, ...]`."""
-        x = x.repeat_interleave(Hq // x.shape[1], 1).repeat_interleave(q_block, 2)
-        return x[:, :, q_lead : q_lead + M]
+        return _of_queries(x, lists, positions, Hq, M)
 
     def of_slots(x: Tensor) -> Tensor:
         """`x` `[B, Hk, tiles, 4]` repeated for each slot, `[B, Hk, N]`: a slot's group is `slot % 8 // 2`."""
@@ -210,19 +208,11 @@ def int8_attention_reference(
         return exact * operands.q_scale.double()[..., None] * of_heads(factor)[:, :, None] * scale
 
     split = k_block // tile
-    cols, tile_count = index.shape[-1], -(-N // tile)
-    turn = torch.arange(cols, device=q.device)
-    count = (lists.full_count + lists.partial_count).unsqueeze(-1)
-    listed = index.long().where(turn < count, cols)
+    rank, count = visiting_rank(lists).unsqueeze(-1), (lists.full_count + lists.partial_count).unsqueeze(-1)
     # The place of each piece in its row's list, -1 where it is not listed. The kernel walks the list from its end:
     # partial blocks come first and are masked, and the very first step is masked in any case.
-    place = torch.full((*index.shape[:-1], cols + 1), -1, device=q.device).scatter_(
-        -1, listed, turn.expand_as(listed)
-    )
-    place = (place[..., :cols, None] * split + torch.arange(split, device=q.device)).where(
-        place[..., :cols, None] >= 0, -1
-    )
-    place = place.flatten(-2)[..., :tile_count]
+    place = (rank * split + torch.arange(split, device=q.device)).where(rank < rank.shape[-2], -1)
+    place = place.flatten(-2)[..., : -(-N // tile)]
     # The kernel's first step has the pieces that are left when all other steps have `per_tile`.
     pieces, partial = count * split, lists.partial_count.unsqueeze(-1) * split
     masked = (pieces - 1) % per_tile + 1

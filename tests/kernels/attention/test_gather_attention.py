@@ -18,8 +18,9 @@ from blocksparse.kernels.masks.arguments import RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.presets.text import s2o
-from blocksparse.testing import assert_within_budget, make_qkv
+from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
 from tests.machine import DTYPES, GPU, needs_hopper
+from tests.meaning import pairs_of
 from tests.specs import grid_of
 
 pytest.importorskip("triton")
@@ -41,6 +42,8 @@ class Call:
     positions: TokenPositions
     rule: StopRule
     scale: float
+    permutation: bs.Permutation
+    grid: bs.Grid
 
     def by(self, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
         return kernel(self.q, self.k, self.v, self.lists, self.positions, self.rule, scale=self.scale)
@@ -79,7 +82,7 @@ def arguments(
     order = (rank - grid.cols * opening.int()).where(listed, 1 << 20).argsort(-1).int()
     lists = RankedLists(order, opening.sum(-1).int(), listed.sum(-1).int(), block, k_block)
     rule = StopRule(torch.full((q.shape[1],), tau, device=q.device), patience, commit, mean)
-    return Call(q, k, v, lists, grid.positions, rule, scale)
+    return Call(q, k, v, lists, grid.positions, rule, scale, permutation, grid)
 
 
 def assert_right(call: Call, kernel: Kernel = gather_attention_triton) -> Tensor:
@@ -97,32 +100,11 @@ def assert_right(call: Call, kernel: Kernel = gather_attention_triton) -> Tensor
 
 def plain(call: Call) -> Tensor:
     """Masked softmax attention in the precision of the inputs, over the pairs that the lists mean."""
-    q, k, v, lists, positions = call.q, call.k, call.v, call.lists, call.positions
-    index, count, causal, group = lists.index, lists.count, positions.causal, positions.group_of_row
-    (B, Hq, M, _), N = q.shape, k.shape[2]
-    pairs = torch.zeros(B, Hq, M, N + 1, dtype=torch.bool, device=q.device)
-    q_position, k_position = (
-        x.expand(B, -1, *x.shape[2:]).repeat_interleave(Hq // x.shape[1], 1)
-        for x in (positions.q_position, positions.k_position)
-    )
-    for row in range(index.shape[2]):
-        slots = k_position[:, :, 0 if group is None else int(group[row])]
-        slots = slots.unflatten(-1, (-1, lists.k_block)).long()
-        listed = torch.arange(index.shape[3], device=q.device) < count[:, :, row, None]
-        visited = torch.zeros_like(listed).scatter_(-1, index[:, :, row].long(), listed)
-        token = slots.where(visited.unsqueeze(-1) & (slots >= 0), N).flatten(-2)
-        at = q_position[:, :, row * lists.q_block : (row + 1) * lists.q_block].long()
-        at = at[..., (at >= 0).flatten(0, 1).all(0)]
-        held = torch.zeros(B, Hq, 1, N + 1, dtype=torch.bool, device=q.device).scatter_(
-            -1, token[:, :, None], True
-        )
-        held = held & (torch.arange(N + 1, device=q.device) <= at[..., None]) if causal else held
-        query = (at - (N - M if causal else 0))[..., None].expand(-1, -1, -1, N + 1)
-        pairs.scatter_(2, query, held.expand(query.shape))
-    k, v = (x.repeat_interleave(Hq // x.shape[1], 1) for x in (k, v))
-    logits = (q @ k.transpose(-1, -2) * call.scale).masked_fill(~pairs[..., :N], float("-inf"))
-    out: Tensor = logits.softmax(-1).nan_to_num(0.0) @ v
-    return out
+    index, count = call.lists.index.long(), call.lists.count.unsqueeze(-1)
+    listed = torch.arange(index.shape[-1], device=index.device) < count
+    mask = bs.BlockMask(torch.zeros_like(listed).scatter_(-1, index, listed), call.grid)
+    pairs = pairs_of(call.permutation, mask, call.q, call.k).to(call.q.device)
+    return masked_attention(call.q, call.k, call.v, pairs, call.scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

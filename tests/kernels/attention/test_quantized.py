@@ -11,7 +11,6 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.execute.launched import BlockPlan
 from blocksparse.kernels.quantize.tokens import fp8_per_token, int8_per_block, int8_per_token, smoothing_mean
 from blocksparse.testing import make_qkv
 from tests.kernels.attention.references import approximate_attention_reference
@@ -22,12 +21,10 @@ from tests.stages import random_keys
 
 pytest.importorskip("triton")
 from blocksparse.execute.int8 import token_operands
-from blocksparse.kernels.attention.sparse_attention import sparse_attention
-from blocksparse.kernels.common.hardware import hardware_of
 from blocksparse.kernels.common.sizes import empty_as
-from blocksparse.kernels.common.tiles import TritonTiles, portable
+from blocksparse.kernels.common.tiles import TritonTiles
 from blocksparse.kernels.masks.arguments import Approximation
-from blocksparse.kernels.masks.grid import TokenPositions
+from tests.kernels.attention import test_sparse_attention as exact
 
 FP8 = GPU and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
 needs_fp8 = pytest.mark.skipif(
@@ -36,28 +33,18 @@ needs_fp8 = pytest.mark.skipif(
 PV = [False, pytest.param(True, marks=needs_fp8)]
 
 
-@frozen(eq=False)
-class Call:
+@frozen(eq=False, kw_only=True)
+class Call(exact.Call):
     """What the kernel takes."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lists: BlockPlan
-    positions: TokenPositions
-    tiles: TritonTiles
-    scale: float
     approximation: Approximation
     out_dtype: torch.dtype
 
     def __call__(self, **changed: Any) -> tuple[Tensor, Tensor]:
         out = empty_as(self.q, self.v.shape[-1], self.out_dtype)
-        options: dict[str, Any] = {"approximation": self.approximation, "out": out, **changed}
-        return sparse_attention(
-            self.q, self.k, self.v, self.lists, self.positions, self.tiles, scale=self.scale, **options
-        )
+        return super().__call__(**{"approximation": self.approximation, "out": out, **changed})
 
-    def in_float64(self) -> tuple[Tensor, Tensor]:
+    def by_reference(self) -> tuple[Tensor, Tensor]:
         """The specification: 8-bit numbers and indices as they are, everything else in float64."""
         scales = [getattr(self.approximation, field.name) for field in attrs.fields(Approximation)]
         return approximate_attention_reference(
@@ -79,9 +66,6 @@ class Int8:
     smooth_k: bool = True
 
 
-IN_PLACE = bs.GlobalPermutation()
-
-
 def arguments(
     q: Tensor,
     k: Tensor,
@@ -94,17 +78,12 @@ def arguments(
     causal: bool = True,
     keep: float = 0.6,
     tiles: TritonTiles | None = None,
-    permutation: bs.GlobalPermutation = IN_PLACE,
+    permutation: bs.GlobalPermutation = exact.IN_PLACE,
 ) -> tuple[Call, Tensor | None]:
     """What the kernel takes for a random mask, and what smoothing took from every logit."""
-    keys, values = permutation.gather_keys(k), permutation.gather_keys(v)
+    call = exact.arguments(q, k, v, block=block, causal=causal, keep=keep, tiles=tiles, permutation=permutation)
+    keys, values, scale = call.k, call.v, call.scale
     grid = grid_of(q, keys, block, permutation=permutation, causal=causal)
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.rand(q.shape[0], q.shape[1], grid.rows, grid.cols, generator=generator).to(q.device) < keep
-    chosen = (chosen | grid.diagonal) & grid.visible
-    plan = BlockPlan.of(bs.BlockMask(chosen, grid))
-    tiles = tiles or portable(block, block, q.shape[-1], q.element_size(), hardware_of(q))
-    scale, out_dtype = q.shape[-1] ** -0.5, v.dtype
     skip = None if pv_skip is None else torch.full((grid.q_heads,), pv_skip, device=q.device)
     approximation, taken = Approximation(skip), None
     if int8 is not None:
@@ -116,12 +95,14 @@ def arguments(
         approximation = evolve(approximation, v_scale=v_scale)
     # Kernels are not told that tokens stand in order, so that they read positions.
     positions = evolve(grid.positions, q_in_order=False, k_in_order=False)
-    return Call(q, keys, values, plan, positions, tiles, scale, approximation, out_dtype), taken
+    its: dict[str, Any] = {"q": q, "k": keys, "v": values, "positions": positions, "lists": call.lists}
+    its |= {"tiles": call.tiles, "scale": scale, "approximation": approximation, "out_dtype": v.dtype}
+    return Call(**its), taken
 
 
 def assert_as_reference(call: Call) -> None:
     out, lse = call()
-    want, want_lse = call.in_float64()
+    want, want_lse = call.by_reference()
     assert out.dtype == call.out_dtype
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
     if call.v.dtype == torch.float8_e4m3fn:
