@@ -17,7 +17,7 @@ from blocksparse.execute.executor import AttentionOutput, Executor
 from blocksparse.inputs import UnsupportedError
 from blocksparse.launch.replay import ByValue, is_ours, owner_of_value, replayed
 from blocksparse.order.permutation import Permutation, Permuter
-from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.key_history import History, KeyHistory
 from blocksparse.score.scorer import BlockScores, Scorer, scored
 from blocksparse.select.block_mask import BlockMask
 from blocksparse.select.selector import Selector
@@ -146,7 +146,7 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
         k: Tensor,
         v: Tensor | None,
         spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        history: History = None,
         done: Done = tell_nobody,
     ) -> tuple[PermutationT, ScoresT, MaskT]:
         """Run the first three stages; `done` gets each result as soon as it is there.
@@ -203,7 +203,7 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
         v: Tensor,
         spec: AttentionSpec,
         out: Tensor | None = None,
-        history: KeyHistory | None = None,
+        history: History = None,
     ) -> Tensor:
         """The output of a call `[B, Hq, M, Dv]`, which is in `out` if there is one."""
         if (reason := self.dense_because(q, k, v, spec)) is None:
@@ -221,7 +221,7 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
         v: Tensor,
         spec: AttentionSpec,
         out: Tensor | None = None,
-        history: KeyHistory | None = None,
+        history: History = None,
     ) -> Tensor:
         # No scores are left, so that their memory is free while attending.
         return self.execute(q, k, v, self.choose(q, k, v, spec, history)[2], spec, out).out
@@ -232,7 +232,7 @@ class PipelineCore(Generic[PermutationT, ScoresT, MaskT]):
         k: Tensor,
         v: Tensor,
         spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        history: History = None,
         done: Done = tell_nobody,
     ) -> Trace[PermutationT, ScoresT, MaskT]:
         """Every value of a call; blocks are chosen even where it is dense."""

@@ -17,7 +17,7 @@ from blocksparse.kernels.score.block_mean import block_similarity
 from blocksparse.kernels.score.block_softmax import gate_blocks
 from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.order.permutation import GlobalPermutation
-from blocksparse.score.key_history import KeyHistory, of_key_blocks
+from blocksparse.score.key_history import History, of_key_blocks
 from blocksparse.score.scorer import (
     BlockMass,
     BlockScores,
@@ -43,12 +43,7 @@ class ScorerByCausality(Scorer[PermutationT_contra, ScoresT_co]):
     otherwise: Scorer[PermutationT_contra, ScoresT_co] = field(validator=a(Scorer))
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: PermutationT_contra,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: PermutationT_contra, spec: AttentionSpec, history: History = None
     ) -> ScoresT_co:
         return scored(self.causal if spec.causal else self.otherwise, q, k, None, permutation, spec, history)
 
@@ -97,12 +92,7 @@ class ScorerPair(
     second: Scorer[PermutationT_contra, SecondT_co] = field(validator=a(Scorer))
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: PermutationT_contra,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: PermutationT_contra, spec: AttentionSpec, history: History = None
     ) -> ScoresPair[FirstT_co, SecondT_co]:
         first = scored(self.first, q, k, None, permutation, spec, history)
         second = scored(self.second, q, k, None, permutation, spec, history)
@@ -156,12 +146,7 @@ class SampledQueriesScorer(Scorer[GlobalPermutation, BlockMass]):
         check_takes((Declared(type(self), BlockMass),), declared(self.inner, Scorer, 1))
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
     ) -> BlockMass:
         scores = scored(self.inner, q, k, None, permutation, spec, history)
         grid = scores.grid
@@ -246,12 +231,7 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
         check_takes((Declared(type(self), BlockMass),), declared(self.inner, Scorer, 1))
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
     ) -> BlockMass:
         scores = scored(self.inner, q, k, None, permutation, spec, history)
         if isinstance(self.theta, int | float) and self.theta < 0 and not self.padded_tail:

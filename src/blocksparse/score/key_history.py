@@ -139,6 +139,10 @@ class KeyHistory:
         return kind
 
 
+History = KeyHistory | None
+"""What a call knows of earlier keys."""
+
+
 def _same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.nan_to_num(), y.nan_to_num())
 
@@ -149,7 +153,7 @@ def of_key_blocks(
     permutation: GlobalPermutation,
     block: int,
     compute: Callable[..., Tensor],
-    history: KeyHistory | None,
+    history: History,
 ) -> Tensor:
     """`compute(k, block, index=...)` of keys in slot order, an entry for each block: `[B, H, cols, ...]`.
 
@@ -163,7 +167,7 @@ def of_key_blocks(
 a_history = Rule("a KeyHistory or None", lambda x: x is None or isinstance(x, KeyHistory))
 
 
-def one_for_each(history: object, sequences: Sequences | None) -> Sequence[KeyHistory | None]:
+def one_for_each(history: object, sequences: Sequences | None) -> Sequence[History]:
     """The histories of a call: one, or one for each of its sequences; None where there is none."""
     if history is None:
         return [None] * (1 if sequences is None else len(sequences.spans))

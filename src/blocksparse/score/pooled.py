@@ -29,7 +29,7 @@ from blocksparse.kernels.layout.gather import band_channels
 from blocksparse.kernels.score.block_mean import block_mean, block_means
 from blocksparse.kernels.score.block_softmax import block_softmax, prefix_softmax
 from blocksparse.order.permutation import GlobalPermutation, Permutation
-from blocksparse.score.key_history import KeyHistory, of_key_blocks
+from blocksparse.score.key_history import History, of_key_blocks
 from blocksparse.score.scorer import (
     BlockLogits,
     BlockMass,
@@ -47,7 +47,7 @@ def mean_tokens(
     k: Tensor,
     permutation: GlobalPermutation,
     grid: Grid,
-    history: KeyHistory | None = None,
+    history: History = None,
     *,
     padded_tail: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -81,12 +81,7 @@ class MeanPoolScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     traits = ScorerTraits(history=True)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
     ) -> BlockMass:
         grid = self.grid(q, k, permutation, spec)
         pooled_q, pooled_k = mean_tokens(q, k, permutation, grid, history, padded_tail=self.padded_tail)
@@ -181,12 +176,7 @@ class RotaryBandScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     traits = ScorerTraits(history=True)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
     ) -> BlockMass:
         """Score the blocks.
 

@@ -17,7 +17,7 @@ from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.order.permutation import GlobalPermutation, Permutation
-from blocksparse.score.key_history import KeyHistory
+from blocksparse.score.key_history import History
 from blocksparse.spec import AttentionSpec
 
 
@@ -167,7 +167,7 @@ def scored(
     v: Tensor | None,
     permutation: PermutationT_contra,
     spec: AttentionSpec,
-    history: KeyHistory | None = None,
+    history: History = None,
 ) -> ScoresT_co:
     """Scores from a scorer of any kind, which gets the values and the history if it takes them."""
     if v is not None and isinstance(scorer, ValueScorer):

@@ -35,7 +35,7 @@ from blocksparse.kernels.score.block_softmax import block_softmax
 from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.kernels.score.strided_means import group_max, strided_mean, strided_means
 from blocksparse.order.permutation import GlobalPermutation
-from blocksparse.score.key_history import KeyHistory, of_key_blocks
+from blocksparse.score.key_history import History, of_key_blocks
 from blocksparse.score.scorer import (
     BlockLogits,
     BlockMass,
@@ -98,12 +98,7 @@ class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         multiple("k_block", self.k_block, "stride", self.stride)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
     ) -> BlockMass:
         grid = self.grid(q, k, permutation, spec)
         offset = k.shape[2] - q.shape[2] if spec.causal else 0
@@ -137,7 +132,7 @@ class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
         return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
 
     def _means(
-        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, lead: int, history: KeyHistory | None
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, lead: int, history: History
     ) -> tuple[Tensor, Tensor]:
         """Mean queries `[B, Hq, q cells, D]` and mean keys `[B, H, k cells, D]` of cells, in slot order."""
         if history is not None:
@@ -192,12 +187,7 @@ class QueryRowsScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     traits = ScorerTraits(history=True)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
     ) -> BlockMass:
         grid = self.grid(q, k, permutation, spec)
         keys = of_key_blocks("cell", k, permutation, grid.k_block, strided_mean, history)  # [B, H, cols, D]

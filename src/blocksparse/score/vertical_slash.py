@@ -21,7 +21,7 @@ from blocksparse.kernels.score.block_softmax import block_divergence, block_soft
 from blocksparse.kernels.score.last_queries import last_query_sums, last_query_weights
 from blocksparse.kernels.select.vertical_slash import ChosenRuns, crossed, running_count
 from blocksparse.order.permutation import GlobalPermutation
-from blocksparse.score.key_history import KeyHistory, of_key_blocks
+from blocksparse.score.key_history import History, of_key_blocks
 from blocksparse.score.pooled import mean_tokens
 from blocksparse.score.scorer import BlockMass, Scorer, ScorerTraits
 from blocksparse.spec import AttentionSpec
@@ -121,12 +121,7 @@ class VerticalSlashScorer(Scorer[GlobalPermutation, VerticalSlashScores]):
         return ScorerTraits(history=True, values_below=self.tau if self.pooled else None)
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        permutation: GlobalPermutation,
-        spec: AttentionSpec,
-        history: KeyHistory | None = None,
+        self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
     ) -> VerticalSlashScores:
         grid = Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
         # Mean keys, [B, H, cols, D].
