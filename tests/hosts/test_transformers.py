@@ -14,8 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 import pytest
@@ -1010,6 +1011,7 @@ def test_models_that_share_a_config_share_no_pipeline() -> None:
     [
         (AttentionInterface._global_mapping, "theirs", "attends by .theirs."),
         (AttentionInterface._global_mapping, "sdpa", "attends by .sdpa."),
+        (AttentionInterface._global_mapping, "theirs by wraps", "attends by .theirs by wraps."),
         (AttentionMaskInterface._global_mapping, "sdpa", "makes its masks by .sdpa."),
         (AttentionMaskInterface._global_mapping, "eager", "makes its masks by .eager."),
         (vars(modeling_llama), "eager_attention_forward", "attends by the eager function of LlamaAttention"),
@@ -1022,6 +1024,8 @@ def test_a_function_of_users_is_not_replaced(place: dict[str, Any], name: str, d
         raise NotImplementedError
 
     model = make("llama")
+    if name.endswith("wraps"):  # as decorators do, which gives it the name of the other one's module
+        wraps(sdpa_attention_forward)(theirs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(place, name, theirs)
         model.set_attn_implementation("eager" if name.startswith("eager") else name)
@@ -1030,6 +1034,37 @@ def test_a_function_of_users_is_not_replaced(place: dict[str, Any], name: str, d
     model.set_attn_implementation("sdpa")
     with attach(model, SPARSE), attach(model, SPARSE):  # a function of this library is not theirs
         model(tokens(60))
+
+
+def of_ones_own(*, bias: float) -> Any:
+    """A model whose attention is a class of this file, and adds a bias by itself, or one that it is given."""
+
+    def own(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slope: Any = None, **options: Any) -> Any:
+        place = torch.arange(k.shape[2], dtype=q.dtype)
+        added = (bias if slope is None else slope) * (place - place[-q.shape[2] :, None])
+        return modeling_llama.eager_attention_forward(module, q, k, v, added + mask, **options)
+
+    base, model = modeling_llama.LlamaAttention, make("llama")
+    names = vars(modeling_llama) | {"eager_attention_forward": own}
+    forward = FunctionType(base.forward.__code__, names, argdefs=base.forward.__defaults__)
+    kind = type("Own", (base,), {"forward": forward, "__module__": __name__})
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = kind
+    return model
+
+
+def test_what_attention_of_ones_own_adds_is_not_lost() -> None:
+    """It is refused, and so is an option that no pipeline reads, when it is given. Plain attention is sparse."""
+    ids, recorder = tokens(60), DensityRecorder()
+    with pytest.raises(ValueError, match=r"by the eager function of Own, a function of .*transformers that"):
+        attach(of_ones_own(bias=0.01), SPARSE)
+    model = of_ones_own(bias=0.0)
+    assert_same_logits(model, lambda model: model(ids).logits, recorder)
+    assert all_sparse(recorder)
+    with attached(model, None), pytest.raises(ValueError, match="Own passes 'slope' on"):
+        model(ids, slope=0.01)
+    model.set_attn_implementation("sdpa")  # which does not read it either
+    assert_same_logits(model, lambda model: model(ids, slope=0.01).logits, None)
 
 
 def test_modules_that_were_put_in_since_are_dense_and_say_so() -> None:

@@ -41,8 +41,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from blocksparse import AutoExecutor, CpuExecutor, Everything, GatherExecutor, Ranked, TritonExecutor
 from blocksparse.check.per_head import read, read_changed_again
 from blocksparse.hosts.transformers import DensityRecorder, attach
-from blocksparse.hosts.transformers.call import refused_of
 from blocksparse.hosts.transformers.mask_request import mask_of
+from blocksparse.hosts.transformers.own_function import refused_of
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.layers.head_groups import HeadGroups
 from blocksparse.layers.schedule import LayerPipeline, Schedule
@@ -228,7 +228,7 @@ def test_options_that_the_plain_model_leaves_out_are_refused(name: str, before: 
     model.set_attn_implementation(before)
     with attached(model, DensityRecorder()):
         for option in given.split():
-            with pytest.raises(ValueError, match=f"Attention passes {option!r} on and may ignore it"):
+            with pytest.raises(ValueError, match=f"Attention passes {option!r} on, which it or a pipeline may"):
                 model(ids, **{option: torch.ones(4)})
         model(ids, **dict.fromkeys(given.split()))
 

@@ -221,7 +221,9 @@ class TransformersAdapter:
         """
         for name in self.refused.get(id(module), ()):
             if kwargs.get(name) is not None:
-                raise ValueError(f"{type(module).__name__} passes {name!r} on and may ignore it. Leave it out.")
+                raise ValueError(
+                    f"{type(module).__name__} passes {name!r} on, which it or a pipeline may ignore. Leave it out."
+                )
         call = AttentionCall.of(
             module, query, key, value, attention_mask, kwargs, self.lengths, eager=id(module) in self.eager
         )

@@ -22,8 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blocksparse.check.per_head import read_again
 from blocksparse.check.validators import a, flag, optional, size, whole
 from blocksparse.hosts.transformers.adapter import SDPA, LayerAttention, Outcomes, SdpaInPlace, TransformersAdapter
-from blocksparse.hosts.transformers.call import eager_of, layer_of, refused_of
+from blocksparse.hosts.transformers.call import layer_of
 from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
+from blocksparse.hosts.transformers.own_function import eager_of, is_attention, refused_of
 from blocksparse.hosts.transformers.prompt_mask import KnownPrompt, PrefillInPlace
 from blocksparse.layers.head_groups import Attention
 from blocksparse.layers.reused_mask import ReusedMask, shared
@@ -298,23 +299,32 @@ def _refuse_own_functions(configs: Iterable[Any], model: PreTrainedModel) -> Non
         kind = type(module)
         if _attends_by_itself(module) and asks_for_its_function(kind):
             own = eager_of(kind)  # of the model's code, if nobody has put another one in its place
-            _refuse_own(model, f"attends by the eager function of {kind.__name__}", own, _package(kind))
+            mine, does = _package(kind.__module__), f"attends by the eager function of {kind.__name__}"
+            _refuse_own(model, does, own, mine)
+            if mine != "transformers" and not is_attention(module):
+                raise _replaced(model, does, kind.__module__)
 
 
 def _refuse_own(model: PreTrainedModel, does: str, function: Any, *known: str) -> None:
-    """Refuse a function that is neither of transformers nor of a package that is `known`."""
-    function = getattr(function, "func", function)  # of a functools.partial
-    # Names of kernels of the Hub have a slash, and compute what transformers' own functions do.
-    if function is None or "/" in does or _package(function) in ("transformers", "blocksparse", *known):
-        return
-    raise ValueError(
-        f"{type(model).__name__} {does}, a function of {function.__module__} that a pipeline would replace. If "
+    """Refuse a function that is neither of transformers nor of a package that is `known`, or that wraps one."""
+    while function is not None and "/" not in does:  # kernels of the Hub have one, and do what transformers does
+        function = getattr(function, "func", function)  # of a functools.partial
+        # functools.wraps copies the name of the module too, so it is that of the code which counts.
+        module = getattr(function, "__globals__", {}).get("__name__") or str(function.__module__)
+        if _package(module) not in ("transformers", "blocksparse", "torch", *known):
+            raise _replaced(model, does, module)
+        function = getattr(function, "__wrapped__", None)
+
+
+def _replaced(model: PreTrainedModel, does: str, module: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} {does}, a function of {module} that a pipeline would replace. If "
         "the model attends alike without it, take it out, or set_attn_implementation() to another name first."
     )
 
 
-def _package(x: Any) -> str:
-    return str(x.__module__).partition(".")[0]
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, final
 from weakref import ref
@@ -17,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.output_capturing import _active_collector
 
 from blocksparse.batch.sequences import Sequences
+from blocksparse.hosts.transformers.own_function import BY_QUERY, ONLY_EAGER, eager_of
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.launch.torch_modes import is_checkpointed
@@ -252,8 +252,6 @@ def unread_because(kwargs: Mapping[str, Any], q_heads: int) -> str | None:
     return None
 
 
-_ONLY_EAGER = ("softcap", "s_aux", "sinks")
-_BY_QUERY = ("position_bias", "s_aux", "sinks")  # `[B|1, Hq|1, M|1, N|1]`, if they have four dimensions
 # Models that choose keys themselves turn their choice into a mask only for "eager" and "sdpa", not for others.
 _CHOSEN_KEYS = ("indices", "block_indices")
 # Eager attention has about so many logits at once, and sdpa so many entries of a mask.
@@ -273,7 +271,7 @@ def dense(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             "attached. Call detach() first."
         )
     (B, Hq, M, _), N = call.query.shape, call.key.shape[2]
-    eager = call.wants_weights or any(kwargs.get(name) is not None for name in _ONLY_EAGER)
+    eager = call.wants_weights or any(kwargs.get(name) is not None for name in ONLY_EAGER)
     plain = mask is None or (
         isinstance(mask, PromptMask) and mask.request is None and mask.sequences is None and mask.window is None
     )
@@ -290,7 +288,7 @@ def dense(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
             call.query, key, value, mask.made() if isinstance(mask, PromptMask) else mask, kwargs
         )
         return out, weights if call.wants_weights else None
-    by_query = {name: x for name in _BY_QUERY if isinstance(x := kwargs.get(name), Tensor) and x.ndim == 4}
+    by_query = {name: x for name in BY_QUERY if isinstance(x := kwargs.get(name), Tensor) and x.ndim == 4}
     # A few queries see few keys of a window, and only those are multiplied.
     window = mask.window if isinstance(mask, PromptMask) and "position_bias" not in by_query else None
     width = N if window is None else min(N, 2 * window)
@@ -361,27 +359,3 @@ def _chunk(call: AttentionCall, seen: int) -> Tensor:
         enable_gqa=call.query.shape[1] != call.key.shape[1],
     )
     return out.transpose(1, 2).contiguous()
-
-
-def eager_of(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The function that the forward of a class names for "eager": most models have one, and some have several."""
-    forward: Any = inspect.unwrap(kind.forward)
-    names = (name for name in forward.__code__.co_names if name.endswith("eager_attention_forward"))
-    return next((forward.__globals__[name] for name in names if name in forward.__globals__), None)
-
-
-def refused_of(kind: type[nn.Module], *, eager: bool) -> frozenset[str]:
-    """The options that a class does not pass itself, and may leave out without a pipeline: `eager` or by sdpa."""
-    if (own := eager_of(kind)) is None:
-        return frozenset()
-    known = inspect.signature(own if eager else sdpa_attention_forward).parameters
-    return frozenset(_ONLY_EAGER + _BY_QUERY).difference(
-        known, *(_constants(method) for _, method in inspect.getmembers(kind, inspect.isfunction))
-    )
-
-
-def _constants(code: Any) -> Iterator[object]:
-    """Of a function or its code, and of functions inside."""
-    code = getattr(inspect.unwrap(code), "__code__", code)
-    for value in getattr(code, "co_consts", ()):
-        yield from value if isinstance(value, tuple) else (value, *_constants(value))
