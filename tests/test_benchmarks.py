@@ -20,6 +20,7 @@ from benchmarks.cases import FULL, TINY, Plan, Preset, Served
 from benchmarks.inputs import everything
 from benchmarks.peers import peer_from
 from benchmarks.report import TABLES, Row
+from benchmarks.serving import __main__ as serving
 from benchmarks.serving import http
 from benchmarks.serving.load import Arrival, Latency
 from benchmarks.timing import ROUNDS, Candidate, WrongOutputError, check, check_near, measure, medians, ready
@@ -216,6 +217,15 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
 """
+
+
+def test_prompts_that_no_engine_serves_are_refused_before_one_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serving", "--length", "4096", "--cases", "1x2048 1x4000x97@512"])
+    with pytest.raises(SystemExit):
+        serving.main()
+    assert "1x4000x97@512' has 4097 tokens with its answer, more than 4096" in capsys.readouterr().err
 
 
 def test_a_server_and_its_engine_are_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from attrs import asdict, frozen
 
 from benchmarks.serving import report
 from benchmarks.serving.compare import compare, soak
+from benchmarks.serving.engine import longest
 from benchmarks.serving.load import LENGTHS, Latency, poisson
 from benchmarks.serving.turns import CHUNK, Another, Bound, Case, Engine, Turn
 from benchmarks.trained.tasks import samples, tasks
@@ -241,7 +242,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a folder with trained weights and a tokenizer")
     parser.add_argument("--yarn", type=float, default=0, help="read so many times the model's context, by YaRN")
     parser.add_argument(
-        "--cases", default=f"{LONG} {MIXES}", help="prompts x tokens [x answer] [@chunk] [*repeats]"
+        "--cases", help="prompts x tokens [x answer] [@chunk] [*repeats]; several sizes of --length unless given"
     )
     parser.add_argument(
         "--tasks", type=int, nargs="*", default=[], help="lengths of prompts whose answers are scored"
@@ -287,6 +288,14 @@ def _options() -> argparse.Namespace:
     names = [STOCK, *(each.split("=", 1)[0] for each in (*options.engine, *options.also))]
     if len(set(names)) < len(names):
         parser.error(f"names must differ, also from '{STOCK}': {', '.join(names[1:])}")
+    most = options.length if options.model is None else longest(options.model, vars(options))
+    if options.cases is None:
+        options.cases = " ".join(text for text in f"{LONG} {MIXES}".split() if Case.read(text).length <= most)
+    for text in " ".join([options.cases, options.densities, options.profile]).split():
+        if Case.read(text).length > most:
+            parser.error(
+                f"{text!r} has {Case.read(text).length} tokens with its answer, more than {most}, see --length"
+            )
     if find_spec("vllm") is None:
         parser.error("vLLM is not installed here (docs/start/vllm.md says how)")
     return options

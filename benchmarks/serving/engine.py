@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Engine:
         self.tokenizer: Any
         self.text: list[int] | None
         self.tokenizer, self.text = _text_of(folder) if trained else (None, None)
-        length = _length(folder, job) if trained else _model(folder, job)
+        length = longest(folder, job) if trained else _model(folder, job)
         more: dict[str, Any] = {"worker_extension_cls": "blocksparse.hosts.vllm.engine.RecordReader"}
         if given is not None:
             more["additional_config"] = {"blocksparse": given}
@@ -339,7 +340,8 @@ def _config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _length(folder: Path, job: dict[str, Any]) -> int:
+def longest(folder: Path, job: Mapping[str, Any]) -> int:
+    """Tokens of the longest prompt and its answer that an engine serves."""
     most: int = int(_config(folder)["max_position_embeddings"] * (job["yarn"] or 1))
     return min(int(job["length"]), most)
 

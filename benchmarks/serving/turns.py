@@ -25,6 +25,11 @@ class Case(NamedTuple):
         answer = f", {self.answer} tokens of answer" if self.answer > 1 else ""
         return f"{self.prompts} x {self.tokens:,}{answer}, chunks of {self.chunk}"
 
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.tokens + self.answer
+
     @classmethod
     def read(cls, text: str) -> Case:
         """Of `16x1000`, `16x1000x64` (64 tokens of answer) or `1x65536@2048` (in chunks)."""
