@@ -284,9 +284,12 @@ def test_softcaps_and_sinks(run: Run, tmp_path: Path, make: Callable[[Path], Pat
 
 
 def test_a_model_without_sparse_layers(run: Run, tmp_path: Path) -> None:
+    """A step may have a long and a short prompt."""
     model = str(gemma(tmp_path, "sliding_attention", "sliding_attention"))
-    ours = run([alone(300)], SOME | EAGER, model=model, num_gpu_blocks_override=128)
-    assert {(sparse, dense) for sparse, _, dense in rows(ours)} == {(0, "7 x decode, 1 x sliding window")}
+    both = {"chunk": 512, "requests": alone(300)["requests"] + alone(20)["requests"]}
+    ours = run([both], SOME | EAGER, model=model, num_gpu_blocks_override=128)
+    dense = "14 x decode, 1 x fewer than min_tokens, 1 x sliding window"
+    assert {(sparse, dense) for sparse, _, dense in rows(ours)} == {(0, dense)}
     assert "no layer of this model goes sparse (sliding window), so the backend changes nothing" in ours["log"]
 
 

@@ -145,7 +145,8 @@ class SplitBatches:
         return [made[split.sparse] for split in splits]
 
     def _build_rest(self, kind: int, rest: Any) -> Any:
-        return self._of_rest[kind].build(0, rest)  # without sparse layers there is no kind, and no rest
+        # Without sparse layers there is no kind, and all layers attend with the metadata of the whole batch.
+        return self._of_rest[kind].build(0, rest) if self._of_rest else None
 
 
 def _summary(impls: Iterable[SparsePrefill], how: Sequence[str]) -> str:
