@@ -1057,7 +1057,7 @@ def test_what_attention_of_ones_own_adds_is_not_lost() -> None:
     """It is refused, and so is an option that no pipeline reads, when it is given. Plain attention is sparse."""
     ids, recorder = tokens(60), DensityRecorder()
     with pytest.raises(ValueError, match=r"by the eager function of Own, a function of .*transformers that"):
-        attach(of_ones_own(bias=0.01), SPARSE)
+        attach(of_ones_own(bias=0.01).bfloat16(), SPARSE)
     model = of_ones_own(bias=0.0)
     assert_same_logits(model, lambda model: model(ids).logits, recorder)
     assert all_sparse(recorder)

@@ -45,15 +45,21 @@ def is_attention(module: nn.Module) -> bool:
     own, some = eager_of(type(module)), next(module.parameters(), torch.empty(0))
     if own is None or some.is_meta or not _OPTIONS.isdisjoint(_passed(type(module))):
         return True
+    # fp32 shows small biases too. A function that multiplies by weights needs their dtype.
+    return any(_attends(own, module, some.device, dtype) for dtype in (torch.float32, some.dtype))
+
+
+def _attends(own: Callable[..., Any], module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    if not dtype.is_floating_point or dtype.itemsize == 1:  # of quantized weights
+        return False
     groups, config = getattr(module, "num_key_value_groups", 1), getattr(module, "config", None)
     heads = getattr(config, "num_attention_heads", None) or groups
-    dtype = some.dtype if some.dtype.is_floating_point and some.dtype.itemsize > 1 else torch.float32
     drawn, sizes = torch.Generator().manual_seed(0), (_TOKENS, getattr(module, "head_dim", None) or 16)
     q, k, v = (
-        torch.randn(1, n, *sizes, generator=drawn, device="cpu").to(some.device, dtype)
+        torch.randn(1, n, *sizes, generator=drawn, device="cpu").to(device, dtype)
         for n in (heads, heads // groups, heads // groups)
     )
-    seen = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=some.device).tril()
+    seen = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=device).tril()
     mask = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
     with torch.no_grad():
         try:
@@ -61,7 +67,8 @@ def is_attention(module: nn.Module) -> bool:
         except Exception:  # it needs what transformers' functions do not get
             return False
         plain = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
-    return out.shape == plain.shape and torch.allclose(out.to(dtype), plain, atol=50 * torch.finfo(dtype).eps)
+    rounding = max(1e-4, 4 * torch.finfo(dtype).eps)
+    return out.shape == plain.shape and torch.allclose(out.to(dtype), plain, atol=rounding)
 
 
 def _passed(kind: type[nn.Module]) -> set[object]:
