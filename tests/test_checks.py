@@ -214,6 +214,8 @@ def test_scorers_that_do_not_listen(
         (Scores(lambda values, grid, k: values.half()), "must be float32"),
         (Scores(lambda values, grid, k: values.where(grid.visible, float("nan"))), r"^scores contain NaN in \d+ of \d+ blocks, first in batch entry 0, head 0, row 0, column 1, which no query sees \("),
         (Scores(lambda values, grid, k: values.log() * 0), "scores contain NaN"),
+        (Scores(lambda values, grid, k: values.reshape(7, -1)), r"is invalid for input of size .*Case\(N=40"),
+        (Scores(lambda values, grid, k: values[:, 9]), r"out of bounds .*Case\(N=40"),
     ],
 )  # fmt: skip
 def test_broken_scorers(scorer: bs.Scorer[Any, Any], sentence: str) -> None:
@@ -247,10 +249,11 @@ def rows_of_the_chunk(keep: Tensor, scores: bs.BlockScores) -> Tensor:
         (lambda keep, scores: keep & ~scores.grid.diagonal, "drops diagonal blocks"),
         (lambda keep, scores: torch.ones_like(keep), "keeps blocks in which no query may see a key"),
         (lambda keep, scores: keep & ~(scores.forced & ~scores.grid.diagonal), "drops forced blocks"),
+        (lambda keep, scores: (keep & (scores.values >= 0)) | scores.grid.diagonal, "drops forced blocks"),
         (lambda keep, scores: keep & (scores.grid.diagonal | scores.forced | (torch.rand(keep.shape) < 0.5)), "another mask the second time"),
         (lambda keep, scores: (scores.values > scores.values.mean(-1, keepdim=True)) & scores.grid.visible | keep, "no query reaches changed the mask"),
         (lambda keep, scores: (keep | (scores.values.where(scores.grid.visible, 0).sum((-1, -2), keepdim=True) % 1 > 0.2)) & scores.grid.visible, "a later row changed an earlier one"),
-        (lambda keep, scores: keep.logical_and(scores.values.mul_(0.5) >= 0), "wrote into 'values'|second time"),
+        (lambda keep, scores: keep.logical_and(scores.values.mul_(0.5) >= -1), "wrote into 'values'|second time"),
         (lambda keep, scores: keep[:, :1], "must have the shape"),
     ],
 )  # fmt: skip

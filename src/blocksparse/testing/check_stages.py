@@ -268,7 +268,8 @@ def check_selector(
     whole prompt. Nothing may be written into the scores.
 
     Args:
-        scorer: makes the scores. If None, they are random, for selectors of `BlockScores` and `BlockMass`.
+        scorer: makes the scores. If None, they are random: of either sign for a selector of `BlockScores`, and
+            positive for one of `BlockMass`.
         causal: whether calls are causal. None for both kinds.
         lengths: `(N, M)`, the keys and queries of each case.
         by_row: a row of the mask depends only on the same row of the scores. Give False for a selector that
@@ -367,7 +368,7 @@ def _scores(
     *,
     causal: bool,
 ) -> Any:
-    """The scores that `scorer` gives, or random masses with ties and some forced blocks."""
+    """The scores that `scorer` gives, or random ones with ties and forced blocks: masses, or of either sign."""
     spec = AttentionSpec(scale=SCALE, causal=causal)
     if scorer is not None:
         return scorer(q, k, permutation, spec)
@@ -376,8 +377,11 @@ def _scores(
     shape = (*q.shape[:2], grid.rows, grid.cols)
     values = (draw(shape) * 8).floor() / 8 + 0.125  # multiples of 1/8, so that many blocks are equal
     forced = draw(shape) < 0.1
-    scores = BlockMass(values.to(q.device), grid, forced.to(q.device) & grid.visible)
-    for each in declared(selector, Selector, 0):
+    needs = declared(selector, Selector, 0)
+    either_sign = all(issubclass(BlockScores, each.value) for each in needs)
+    kind, values = (BlockScores, 2 * values - 1) if either_sign else (BlockMass, values)
+    scores = kind(values.to(q.device), grid, forced.to(q.device) & grid.visible)
+    for each in needs:
         if not isinstance(scores, each.value):
             raise AssertionError(f"it needs {a_name(each.value)}. Give a scorer that makes them as scorer=.")
     return scores

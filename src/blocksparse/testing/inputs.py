@@ -127,10 +127,10 @@ def require(holds: bool | Tensor, sentence: str) -> None:
 
 @contextmanager
 def about(stage: object, case: object) -> Iterator[None]:
-    """Put the stage and the case behind the message of an error that a check or the library raises."""
+    """Put the stage and the case behind the message of an error that a check, the library or torch raises."""
     try:
         yield
-    except (AssertionError, TypeError, ValueError) as found:
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as found:
         raise AssertionError(f"{found} ({stage!r} with {_short(case)})") from found
 
 
