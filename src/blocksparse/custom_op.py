@@ -16,6 +16,9 @@ from blocksparse.launch.torch_modes import is_transformed, refuse_transforms, wi
 from blocksparse.launch.torch_private import OpaqueBase, custom_op, opaque_object
 from blocksparse.spec import AttentionOptions, AttentionSpec, check_options
 
+Histories = Sequence[object] | None
+"""One for each sequence of a call."""
+
 
 @final
 class OpaqueCall(OpaqueBase):
@@ -50,7 +53,7 @@ class OpaqueCall(OpaqueBase):
         v: Tensor,
         spec: AttentionSpec,
         sequences: Sequences | None = None,
-        histories: Sequence[object] | None = None,
+        histories: Histories = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attention of checked inputs, in one dtype whatever autocast says; in `out` if there is one."""
@@ -69,13 +72,7 @@ class OpaqueCall(OpaqueBase):
             return laid_out_as(q, self.run(q, k, v, spec, **more))
 
     def _each(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        sequences: Sequences,
-        histories: Sequence[object] | None,
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences, histories: Histories
     ) -> Tensor:
         """Run each sequence by itself, the longest first, on views of q, k, v. Other rows of the output are 0."""
         parts = sequences.parts(q, k, v, spec)
@@ -108,7 +105,7 @@ def attend(
     v: Tensor,
     options: AttentionOptions,
     sequences: Sequences | None = None,
-    histories: Sequence[object] | None = None,
+    histories: Histories = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Check the arguments and run `call`, or, while a graph is traced, put a node into the graph that runs it."""

@@ -189,14 +189,9 @@ class Grid(BlockGrid):
 
         if self.q_heads not in (x.shape[1] for x in (self.q_first, self.k_first)):
             return self
-        return evolve(
-            self,
-            q_first=over_group(self.q_first, "amin"),
-            q_last=over_group(self.q_last, "amax"),
-            k_first=over_group(self.k_first, "amin"),
-            k_last=over_group(self.k_last, "amax"),
-            k_whole=over_group(self.k_whole, "all"),
-        )
+        bounds = {"q_first": "amin", "q_last": "amax", "k_first": "amin", "k_last": "amax", "k_whole": "all"}
+        found: dict[str, Any] = {name: over_group(getattr(self, name), how) for name, how in bounds.items()}
+        return evolve(self, **found)
 
     @property
     def _over(self) -> tuple[int, int, int, int, int]:

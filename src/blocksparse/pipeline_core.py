@@ -42,11 +42,8 @@ class StageTypes(NamedTuple):
         a(Scorer).or_else(rule).check(scorer=scorer)
         a(Selector).or_else(rule).check(selector=selector)
         a(Executor).or_else(rule).check(executor=executor)
-        order, scores, mask = (
-            declared(permuter, Permuter, 0),
-            declared(scorer, Scorer, 1),
-            declared(selector, Selector, 1),
-        )
+        order, scores = declared(permuter, Permuter, 0), declared(scorer, Scorer, 1)
+        mask = declared(selector, Selector, 1)
         orders = *declared(scorer, Scorer, 0), *declared(executor, Executor, 0)
         check_takes(declared(scorer, Scorer, 0), order)
         check_takes(declared(executor, Executor, 0), order)

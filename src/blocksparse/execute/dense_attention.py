@@ -58,7 +58,9 @@ def dense_attention(
     refuse_capture("dense attention follows the switches of PyTorch")
     causal, scale = spec.causal, spec.scale
     if not spec.is_plain or (spec.window is not None and spec.window < k.shape[2]):
-        return _by_blocks(q, k, v, spec)
+        mask = everything(q, k, spec, k.shape[1], q_block=_BLOCK, k_block=_BLOCK)
+        with without_autocast(q):  # the executor of a sparse call holds no logits
+            return AutoExecutor()(q, k, v, mask, spec).out
     if scale <= 0:
         # PyTorch's kernels hide keys before they scale, and -inf would become NaN, or the greatest logit.
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
@@ -69,13 +71,6 @@ def dense_attention(
             # PyTorch's kernel would round, too.
             return _attend(q.double(), k.double(), v.double(), causal=causal, scale=scale).float()
         return _attend(q, k, v, causal=causal, scale=scale)
-
-
-def _by_blocks(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """The executor of a sparse call, with every block that a query sees: it holds no logits."""
-    mask = everything(q, k, spec, k.shape[1], q_block=_BLOCK, k_block=_BLOCK)
-    with without_autocast(q):
-        return AutoExecutor()(q, k, v, mask, spec).out
 
 
 def everything(q: Tensor, k: Tensor, spec: AttentionSpec, heads: int, *, q_block: int, k_block: int) -> BlockMask:
@@ -110,15 +105,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> T
         k, v = _for_each_query_head(k, q), _for_each_query_head(v, q)
         if not can_use_efficient_attention(_params(q, k, v, causal and not chunk)):
             return _by_rows(q, k, v, causal=causal, scale=scale)[..., :Dv]
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=_chunk_mask(M, N) if chunk else None,
-        is_causal=causal and not chunk,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )[..., :Dv]
+    mask, gqa, causal = _chunk_mask(M, N) if chunk else None, q.shape[1] != k.shape[1], causal and not chunk
+    out = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    return out[..., :Dv]
 
 
 def _params(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SDPAParams:

@@ -56,12 +56,8 @@ def uncompiled_because() -> str | None:
 @functools.cache
 def _compiled_question() -> Callable[[], bool]:
     # The answer does not depend on anything that guards watch. Without guards it is compiled only once.
-    return torch.compile(
-        _is_compiled,
-        backend="eager",
-        fullgraph=True,
-        options={"guard_filter_fn": lambda guards: [False] * len(guards)},
-    )
+    unguarded: dict[str, Any] = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+    return torch.compile(_is_compiled, backend="eager", fullgraph=True, options=unguarded)
 
 
 def _is_compiled() -> bool:
@@ -118,6 +114,8 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec, out: Tensor | None = None
     ) -> AttentionOutput:
+        from torch.nn.attention.flex_attention import AuxRequest
+
         refuse_capture("torch.compile runs")
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         permutation = one_order(mask)
@@ -134,7 +132,7 @@ class FlexExecutor(Executor[GlobalPermutation, BlockMask]):
                 queries, keys = pad(queries, (0, missing)), pad(keys, (0, missing))
         # Compiled, the lists decide which blocks are visited: only positions are left to test.
         block_mask = _block_mask(mask, _by_position(mask), q_len=queries.shape[2], k_len=keys.shape[2])
-        aux = None if q.device.type == "cpu" else _lse_too()
+        aux = None if q.device.type == "cpu" else AuxRequest(lse=True)
         gqa = queries.shape[1] != keys.shape[1]
 
         def attend(kernel: str) -> Any:
@@ -246,12 +244,6 @@ def _table(position: Tensor, batch: int, q_heads: int) -> Tensor:
     table = pad(position, (0, length - position.shape[-1]), value=-1)
     table = table.repeat_interleave(q_heads // table.shape[1], dim=1).expand(batch, -1, -1).contiguous()
     return of_static_shape(table)
-
-
-def _lse_too() -> Any:
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    return AuxRequest(lse=True)
 
 
 @functools.cache

@@ -87,11 +87,9 @@ class GatherExecutor(Executor[Permutation, RankedBlockMask]):
             return execute_op(self._opaque, q, k, v, mask, spec, mask.rank).written_to(out)
         self.check(q, k, v, mask, spec, out, hint=_HINT)
         grid, keep = mask.grid, mask.per_query_head()
-        rank = (
-            mask.rank
-            if mask.rank.shape == keep.shape
-            else mask.rank.repeat_interleave(grid.q_heads // grid.kv_heads, 1)
-        )
+        rank = mask.rank
+        if rank.shape != keep.shape:
+            rank = rank.repeat_interleave(grid.q_heads // grid.kv_heads, 1)
         tau = by_head(self.tau, q)
         lists = RankedLists(*visiting_order(keep, rank, tau), grid.q_block, grid.k_block)
         rule = StopRule(tau, min(self.patience, FAR), self.commit, self.reduction == "mean")

@@ -74,18 +74,10 @@ class MeanCorrectionExecutor(Executor[GlobalPermutation, BlockMask]):
                 f"'MeanCorrectionExecutor' joins outputs by their lse, and {name} gives none. "
                 "Use another executor."
             )
-        order, grid = one_order(mask), mask.grid
+        order, grid, tiles = one_order(mask), mask.grid, _tiles(q, k, v, mask)
         kept = KeptBlocks(mask.keep, grid, order.q_index, order.key_slots)
         joined, lse = add_mean_correction(
-            q,
-            k,
-            v,
-            exact.out,
-            exact.lse,
-            kept,
-            scale=spec.scale,
-            softcap=spec.softcap,
-            tiles=_tiles(q, k, v, mask),
+            q, k, v, exact.out, exact.lse, kept, scale=spec.scale, softcap=spec.softcap, tiles=tiles
         )
         return AttentionOutput(joined, lse, exact.visit, exact.lse).written_to(out)
 

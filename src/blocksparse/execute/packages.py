@@ -117,13 +117,9 @@ def _wrong_blocks(mask: BlockMask) -> list[str]:
 def _wrong_heads(q: Tensor, k: Tensor, v: Tensor, block: int, major: int) -> list[str]:
     """The reasons why the kernels of this compute capability have no heads like these."""
     dims, known = (q.shape[-1], v.shape[-1]), (64, 96, 128)
-    if major == 9:
-        return (
-            []
-            if all(x in known for x in dims)
-            else [f"head dims must be 64, 96 or 128, not {dims[0]} and {dims[1]}"]
-        )
-    if major == 12 or block == 64:
+    if major == 9 and not all(x in known for x in dims):
+        return [f"head dims must be 64, 96 or 128, not {dims[0]} and {dims[1]}"]
+    if major == 12 or (block == 64 and major != 9):
         reasons = [] if dims == (128, 128) else [f"head dims must be 128, not {dims[0]} and {dims[1]}"]
         if major != 12 and q.dtype != torch.bfloat16:
             reasons.append(f"blocks of 64 need bfloat16 there, not {q.dtype}")
@@ -132,7 +128,7 @@ def _wrong_heads(q: Tensor, k: Tensor, v: Tensor, block: int, major: int) -> lis
                 f"blocks of 64 need as many KV heads as query heads there, not {k.shape[1]} for {q.shape[1]}"
             )
         return reasons
-    if dims[0] == dims[1] and dims[0] in known:
+    if major == 9 or (dims[0] == dims[1] and dims[0] in known):
         return []
     return [f"head dims must be equal, and 64, 96 or 128, not {dims[0]} and {dims[1]}"]
 

@@ -75,6 +75,7 @@ Make = Callable[[list[Any]], Any]
 """Makes a value, or the tuple of a launch's arguments, of the values before it and of memory."""
 
 _Step = tuple[Callable[..., object], Make, Sequence[int]]  # what runs, what picks its arguments, their indices
+_Parts = list[tuple[DriverGraph | None, Sequence[_Step]]]
 _Varying = tuple[Sequence[tuple[int, Place]], Sequence[tuple[int, Make, Sequence[int]]]]
 
 
@@ -114,10 +115,7 @@ class LaunchGraph:
         self.fixed, self.workspace, self._result, self._allocated = fixed, workspace, result, allocated
         self._all = addresses, made
         # Steps in turn, with a graph of the driver or without, and the values that those without one need.
-        self._plan: tuple[list[tuple[DriverGraph | None, Sequence[_Step]]], _Varying] = (
-            [(None, self.steps)],
-            self._all,
-        )
+        self._plan: tuple[_Parts, _Varying] = [(None, self.steps)], self._all
         self._only: DriverGraph | None = None  # where it does all steps, and the result is an input
         self._is_new = True
 
@@ -158,7 +156,7 @@ class LaunchGraph:
         known = {values[index]: place for index, place in addresses}
         # Inputs that overlap may have one address for two places, which those of another call need not have.
         is_clear = len(known) == len({place for _, place in addresses})
-        parts: list[tuple[DriverGraph | None, Sequence[_Step]]] = []
+        parts: _Parts = []
         calls = [(step, (step[0], step[1](values))) for step in self.steps]
         for joined, group in groupby(calls, key=lambda call: can_join(*call[1])):
             steps, called = zip(*group, strict=True)

@@ -79,11 +79,9 @@ class GraphCache:
             self._seen.pop(key, None)
             self._graphs.pop(key, None)
             if len(self._graphs) >= self._most_graphs:
-                del self._graphs[self._oldest()]
+                oldest, _ = min(self._graphs.items(), key=lambda item: item[1][1])  # hashes no key
+                del self._graphs[oldest]
             self._graphs[key] = [graph, self._calls]
-
-    def _oldest(self) -> Key:
-        return min(self._graphs.items(), key=lambda item: item[1][1])[0]  # looks up, and so hashes, no key
 
     def clear(self) -> None:
         """Forget all calls."""

@@ -213,15 +213,12 @@ class HeadGroups:
         exact = {heads: each for heads, each in visited.items() if each is not None}
         reasons = [trace.dense_because for trace in traces.values() if trace is not None]
         has_more = any(output.exact_lse is not None for output in outputs.values())
-        return HeadGroupsTrace(
-            traces,
-            AttentionOutput(
-                put_back({heads: output.out for heads, output in outputs.items()}, size),
-                put_back(lse, size) if len(lse) == len(outputs) else None,
-                exact_lse=put_back(exact, size) if len(exact) == len(outputs) and has_more else None,
-            ),
-            next(iter(reasons), None) if all(reasons) else None,
+        output = AttentionOutput(
+            put_back({heads: output.out for heads, output in outputs.items()}, size),
+            put_back(lse, size) if len(lse) == len(outputs) else None,
+            exact_lse=put_back(exact, size) if len(exact) == len(outputs) and has_more else None,
         )
+        return HeadGroupsTrace(traces, output, next(iter(reasons), None) if all(reasons) else None)
 
     def _parts(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec

@@ -58,11 +58,9 @@ def schedule_of(pipeline: object) -> Schedule:
     if isinstance(pipeline, Schedule):
         return pipeline
     if not isinstance(pipeline, Pipeline | HeadGroups):
-        hint = (
-            "Presets are functions of blocksparse, to be called, as in attach(model, auto())."
-            if isinstance(pipeline, str)
-            else "Schedule(None, layers={...}) attends sparsely in single layers."
-        )
+        hint = "Schedule(None, layers={...}) attends sparsely in single layers."
+        if isinstance(pipeline, str):
+            hint = "Presets are functions of blocksparse, to be called, as in attach(model, auto())."
         raise TypeError(f"'pipeline' must be a Pipeline, HeadGroups or a Schedule: {shown(pipeline)}. {hint}")
     return Schedule(pipeline)
 

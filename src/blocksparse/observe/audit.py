@@ -189,16 +189,13 @@ def row_sums(trace: AnyTrace, rows: int, generator: torch.Generator) -> Tensor:
         dense, lse = spec.with_sinks(_weighted(weights, v[:, :, :end]) / total, plain)
         # With a sink, both denominators have it, and its part is taken out again: the rest is `exp(plain - lse)`.
         more = visited.gather(2, some) - lse
-        covered = more.exp() if spec.sinks is None else _without_sinks(more, plain - lse)
+        covered = more.exp()
+        if spec.sinks is not None:
+            covered = (1 + more.expm1() / (plain - lse).exp().clamp_min(1e-30)).clamp(0, 1)
         distance = rows_at(output.out, some).to(dense.dtype) - dense
         parts = covered, torch.ones_like(covered), distance.abs().sum(-1), dense.abs().sum(-1)
         sums.append(torch.stack([part.double().sum((0, 1)) for part in parts]))
     return torch.cat(sums, dim=1)
-
-
-def _without_sinks(more: Tensor, keys: Tensor) -> Tensor:
-    """The covered share of keys alone, from logarithms of shares: `more` with the sink, `keys` of all keys."""
-    return (1 + more.expm1() / keys.exp().clamp_min(1e-30)).clamp(0, 1)
 
 
 def draw(B: int, H: int, M: int, rows: int, generator: torch.Generator) -> Tensor:

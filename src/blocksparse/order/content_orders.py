@@ -63,16 +63,9 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
 
     def _importance(self, q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
         """Parts of the mean weight of every key over the last queries, `[B, Hkv or Hq, P, N]`, fp32 or better."""
-        N = k.shape[2]
-        importance: Tensor = key_importance(
-            q,
-            k,
-            last_q=self.last_q,
-            seen=N if self.causal_last_q else N // self.S * self.S,
-            causal=spec.causal and self.causal_last_q,
-            scale=spec.scale,
-            per_query_head=self.per_query_head,
-        )
+        seen = k.shape[2] if self.causal_last_q else k.shape[2] // self.S * self.S
+        causal, each = spec.causal and self.causal_last_q, self.per_query_head
+        importance: Tensor = key_importance(q, k, self.last_q, seen, causal, spec.scale, each)
         return importance
 
     def alignment(self, causal: bool) -> int:

@@ -75,12 +75,8 @@ def auto(
     cells, every = AntidiagonalScorer(_STRIDE, block=block, pattern="sum"), gcd(_EVERY, whole(block))
     scorer = SampledQueriesScorer(cells, every, _WEIGHT * every / _STRIDE)
     pictures = sparge(settings.tau, settings.theta, order=order)
-    return preset(
-        pictures.permuter,
-        ScorerByCausality(scorer, pictures.scorer),
-        SelectorByCausality(share | (Band(_BAND) | LastQueries(_LAST)), pictures.selector),
-        executor,
-    )
+    rule = SelectorByCausality(share | (Band(_BAND) | LastQueries(_LAST)), pictures.selector)
+    return preset(pictures.permuter, ScorerByCausality(scorer, pictures.scorer), rule, executor)
 
 
 @final

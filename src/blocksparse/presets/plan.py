@@ -63,16 +63,9 @@ class Fingerprint:
         settings |= {name: setting(config, name) for name in _OF_THE_CONFIG}
         digest.update(json.dumps(settings, sort_keys=True).encode())
         heads, kv_heads = heads_of(config)
-        return cls(
-            name=str(getattr(network.config, "_name_or_path", "") or type(network).__name__)
-            .rstrip("/")
-            .split("/")[-1],
-            type=str(config.model_type),
-            layers=int(config.num_hidden_layers),
-            heads=heads,
-            kv_heads=kv_heads,
-            weights=digest.hexdigest()[:32],
-        )
+        path = str(getattr(network.config, "_name_or_path", "") or type(network).__name__)
+        name, layers, weights = path.rstrip("/").split("/")[-1], config.num_hidden_layers, digest.hexdigest()[:32]
+        return cls(name, str(config.model_type), int(layers), heads, kv_heads, weights)
 
     def difference(self, other: Fingerprint) -> str | None:
         """In what the models differ, as text, or None."""

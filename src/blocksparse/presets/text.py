@@ -74,14 +74,9 @@ def pbs_attn(
     size.check(S=S)
     flag.check(per_query_head=per_query_head, as_released=as_released)
     multiple("S", S, "block", block)
-    return preset(
-        SegmentKeySort(
-            S, last_q=block, per_query_head=per_query_head or as_released, causal_last_q=not as_released
-        ),
-        MeanPoolScorer(block, padded_tail=as_released),
-        TopCdf(mass) | Sink(1),
-        executor,
-    )
+    each = per_query_head or as_released
+    order = SegmentKeySort(S, last_q=block, per_query_head=each, causal_last_q=not as_released)
+    return preset(order, MeanPoolScorer(block, padded_tail=as_released), TopCdf(mass) | Sink(1), executor)
 
 
 @kept
@@ -110,12 +105,9 @@ def pbs_attn_plus(
     block_size.check(block=block)
     size.check(S=S)
     multiple("S", S, "block", block)
-    return preset(
-        SegmentKeySort(S, last_q=block, per_query_head=per_query_head),
-        AntidiagonalScorer(stride, block=block, forced=False),
-        TopCdf(mass) | Sink(1),
-        executor,
-    )
+    order = SegmentKeySort(S, last_q=block, per_query_head=per_query_head)
+    scorer = AntidiagonalScorer(stride, block=block, forced=False)
+    return preset(order, scorer, TopCdf(mass) | Sink(1), executor)
 
 
 @kept
@@ -209,12 +201,8 @@ def bfla(
         selector = Refined(SharedByGroup(TopCdf(mass) | rescue), n)
     else:
         selector = Refined(SharedByGroup(TopCdf(mass)), n) | OnTiles(rescue, n)
-    return preset(
-        Identity(),
-        FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released),
-        selector,
-        executor,
-    )
+    scorer = FlattenMaxPoolScorer(block, g, per_token=per_token, padded_tail=as_released)
+    return preset(Identity(), scorer, selector, executor)
 
 
 @kept
@@ -263,14 +251,12 @@ def s2o(
     block_size.check(S=S, block=block)
     count.check(band=band)
     multiple("S", S, "block", block)
-    return Pipeline(
-        GlobalIndexMap(
-            S, prefix=prefix, coarse=coarse, per_query_head=per_query_head, order_queries=order_queries, near=band
-        ),
-        NoScorer(block),
-        Ranked(Everything(), first=Band(band) if band else None),
-        GatherExecutor(0.01 if tau is None else tau) if executor is None else executor,
+    order = GlobalIndexMap(
+        S, prefix=prefix, coarse=coarse, per_query_head=per_query_head, order_queries=order_queries, near=band
     )
+    if executor is None:
+        executor = GatherExecutor(0.01 if tau is None else tau)
+    return Pipeline(order, NoScorer(block), Ranked(Everything(), first=Band(band) if band else None), executor)
 
 
 @kept
@@ -297,12 +283,8 @@ def xattention(
         executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
-    return preset(
-        Identity(),
-        AntidiagonalScorer(stride, block=block, pattern=pattern, padded_tail=as_released),
-        TopCdf(mass),
-        executor,
-    )
+    scorer = AntidiagonalScorer(stride, block=block, pattern=pattern, padded_tail=as_released)
+    return preset(Identity(), scorer, TopCdf(mass), executor)
 
 
 @kept
@@ -334,16 +316,10 @@ def flex_prefill(
     """
     flag.check(as_released=as_released)
     floor = VerticalSlashCdf(0.0, min_budget=min_budget, released=as_released)
-    return preset(
-        Identity(),
-        VerticalSlashScorer(block, tau=tau),
-        RoutedByDivergence(
-            tau,
-            similar=GlobalTopCdf(mass, crossing=not as_released) | floor,
-            otherwise=VerticalSlashCdf(mass, min_budget=min_budget, max_budget=max_budget, released=as_released),
-        ),
-        executor,
-    )
+    similar = GlobalTopCdf(mass, crossing=not as_released) | floor
+    otherwise = VerticalSlashCdf(mass, min_budget=min_budget, max_budget=max_budget, released=as_released)
+    rule = RoutedByDivergence(tau, similar=similar, otherwise=otherwise)
+    return preset(Identity(), VerticalSlashScorer(block, tau=tau), rule, executor)
 
 
 @kept
@@ -374,12 +350,8 @@ def minference(
         executor: `AutoExecutor()` if None.
     """
     flag.check(as_released=as_released)
-    return preset(
-        Identity(),
-        VerticalSlashScorer(block, last_q=last_q, pooled=False),
-        VerticalSlashTopK(vertical, slash, sink=sink, recent=recent, released=as_released),
-        executor,
-    )
+    rule = VerticalSlashTopK(vertical, slash, sink=sink, recent=recent, released=as_released)
+    return preset(Identity(), VerticalSlashScorer(block, last_q=last_q, pooled=False), rule, executor)
 
 
 @kept
@@ -519,9 +491,8 @@ def prism(
     share.check(mass=mass)
     part_of_all.check(fast=fast, slow=slow)
     of_fast, of_slow = (RotaryBandScorer(band, block, temperature=temperature) for band in (fast, slow))
-    return preset(
-        Identity(), ScorerPair(of_fast, of_slow), SelectorPair(TopCdf(mass), TopCdf(mass)) | Sink(), executor
-    )
+    rule = SelectorPair(TopCdf(mass), TopCdf(mass)) | Sink()
+    return preset(Identity(), ScorerPair(of_fast, of_slow), rule, executor)
 
 
 @kept
@@ -556,12 +527,9 @@ def stem(
     """
     block_size.check(block=block)
     size.check(sink=sink, window=window)
-    return preset(
-        Identity(),
-        OutputAwareScorer(stride, block=block, weight=weight, lengths=lengths),
-        DecayingTopK(k, decay) | (Sink(sink) | Band(max(window - block, 0))),
-        executor,
-    )
+    scorer = OutputAwareScorer(stride, block=block, weight=weight, lengths=lengths)
+    rule = DecayingTopK(k, decay) | (Sink(sink) | Band(max(window - block, 0)))
+    return preset(Identity(), scorer, rule, executor)
 
 
 @kept
@@ -588,9 +556,6 @@ def skip_softmax(
             "'scale_factor' belongs to the executor, and one is given. Use "
             f"skip_softmax(executor=SkipSoftmaxExecutor({shown(scale_factor)}))."
         )
-    return Pipeline(
-        Identity(),
-        NoScorer(block),
-        Everything(),
-        SkipSoftmaxExecutor(1000.0 if scale_factor is None else scale_factor) if executor is None else executor,
-    )
+    if executor is None:
+        executor = SkipSoftmaxExecutor(1000.0 if scale_factor is None else scale_factor)
+    return preset(Identity(), NoScorer(block), Everything(), executor)

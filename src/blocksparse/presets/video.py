@@ -75,17 +75,10 @@ def sparge(
     else:
         selector = TopK(share=share, forced_first=False, of_all_keys=as_released)
         theta = -0.1 if theta is None else theta  # released code, spas_sage2_attn_meansim_topk_cuda
-    return preset(
-        order,
-        SimilarityGatedScorer(
-            MeanPoolScorer(block, k_block=k_block),
-            theta,
-            smooth_k=True if smooth_k is None and as_released else smooth_k,
-            padded_tail=as_released,
-        ),
-        selector | Sink() if attention_sink else selector,
-        executor,
-    )
+    smooth_k = True if smooth_k is None and as_released else smooth_k
+    pooled = MeanPoolScorer(block, k_block=k_block)
+    scorer = SimilarityGatedScorer(pooled, theta, smooth_k=smooth_k, padded_tail=as_released)
+    return preset(order, scorer, selector | Sink() if attention_sink else selector, executor)
 
 
 @kept
@@ -106,15 +99,16 @@ def subblock(
         order: a permuter, such as `HilbertOrder(grid)`. `Identity()`, as in the released code, if None.
         executor: `AutoExecutor()` if None.
     """
+    return preset(order, *_by_cells(share, cell, block, normalize=False), executor)
+
+
+def _by_cells(share: Numbers, cell: int, block: int, *, normalize: bool) -> tuple[AntidiagonalScorer, TopK]:
+    """What scores blocks by the means of their cells, and keeps a share of them."""
     a_share.check(share=share)
     block_size.check(cell=cell, block=block)
     multiple("block", block, "cell", cell)
-    return preset(
-        order,
-        AntidiagonalScorer(cell, block=block, pattern="sum", forced=False, normalize=False),
-        TopK(share=share),
-        executor,
-    )
+    scorer = AntidiagonalScorer(cell, block=block, pattern="sum", forced=False, normalize=normalize)
+    return scorer, TopK(share=share)
 
 
 @kept
@@ -170,12 +164,7 @@ def dfs_attn(
             without a grid stay in place (`Identity()`) if None.
         executor: `AutoExecutor()` if None.
     """
-    a_share.check(share=share)
-    block_size.check(cell=cell, block=block)
-    multiple("block", block, "cell", cell)
-    return preset(
-        order, AntidiagonalScorer(cell, block=block, pattern="sum", forced=False), TopK(share=share), executor
-    )
+    return preset(order, *_by_cells(share, cell, block, normalize=True), executor)
 
 
 @kept
@@ -226,12 +215,9 @@ def nabla(
         executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass)
-    return preset(
-        TileOrder(grid, tile, prefix=prefix, suffix=None),
-        MeanPoolScorer(block),
-        TopCdf(mass) | TileWindow(grid, radius=radius, tile=tile, prefix=prefix),
-        executor,
-    )
+    order = TileOrder(grid, tile, prefix=prefix, suffix=None)
+    rule = TopCdf(mass) | TileWindow(grid, radius=radius, tile=tile, prefix=prefix)
+    return preset(order, MeanPoolScorer(block), rule, executor)
 
 
 @kept
@@ -264,12 +250,9 @@ def lva(
     """
     size.check(period=period)
     count.check(radius=radius, step=step)
-    return preset(
-        Identity(),
-        NoScorer(block),
-        Frames(grid, period=period, phase=step % period, first=first, radius=radius or None, prefix=prefix),
-        executor,
-    )
+    phase, window = step % period, radius or None
+    rule = Frames(grid, period=period, phase=phase, first=first, radius=window, prefix=prefix)
+    return preset(Identity(), NoScorer(block), rule, executor)
 
 
 @kept
@@ -301,9 +284,5 @@ def svg2(
         executor: `AutoExecutor()` if None.
     """
     share.check(mass=mass, least=least)
-    return preset(
-        KMeansOrder(q_clusters, k_clusters, iterations=iterations, prefix=prefix, suffix=suffix),
-        MeanPoolScorer(block),
-        TopCdf(mass) | TopK(share=least),
-        executor,
-    )
+    order = KMeansOrder(q_clusters, k_clusters, iterations=iterations, prefix=prefix, suffix=suffix)
+    return preset(order, MeanPoolScorer(block), TopCdf(mass) | TopK(share=least), executor)

@@ -113,9 +113,26 @@ class ScorerPair(
         return of_parts(causal, self.first, self.second)
 
 
+@frozen
+class _OfAnother(Scorer[GlobalPermutation, BlockMass]):
+    """A scorer that changes the mass of `inner`."""
+
+    inner: Scorer[GlobalPermutation, BlockMass] = field(validator=a(Scorer))
+
+    def __attrs_post_init__(self) -> None:
+        check_takes((Declared(type(self), BlockMass),), declared(self.inner, Scorer, 1))
+
+    @property
+    def traits(self) -> ScorerTraits:
+        return self.inner.traits
+
+    def alignment(self, causal: bool) -> int:
+        return self.inner.alignment(causal)
+
+
 @final
 @frozen(cache_hash=True)
-class SampledQueriesScorer(Scorer[GlobalPermutation, BlockMass]):
+class SampledQueriesScorer(_OfAnother):
     """Of each block the greater mass: that by `inner`, or `weight` times that by samples of the queries.
 
     A sample is one query of `every`, with its true attention weights on all keys. Means of keys hide single keys
@@ -138,12 +155,8 @@ class SampledQueriesScorer(Scorer[GlobalPermutation, BlockMass]):
         ValueError: in a call, if `every` does not divide the blocks of queries of `inner`.
     """
 
-    inner: Scorer[GlobalPermutation, BlockMass] = field(validator=a(Scorer))
     every: int = field(default=64, converter=whole, validator=block_size)
     weight: float = field(default=1.0, converter=real, validator=positive)
-
-    def __attrs_post_init__(self) -> None:
-        check_takes((Declared(type(self), BlockMass),), declared(self.inner, Scorer, 1))
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
@@ -155,32 +168,12 @@ class SampledQueriesScorer(Scorer[GlobalPermutation, BlockMass]):
         queries = permutation.gather_queries(q)[:, :, sampled]
         if not queries.shape[2]:
             return scores
-        visible = _token_visibility(grid, permutation, sampled)
-        mass = strided_mass(
-            queries,
-            permutation.gather_keys(k),
-            StridedPooling(
-                1,
-                0,
-                grid.q_block // self.every,
-                grid.k_block,
-                spec.causal,
-                padded_tail=False,
-                first_cell=(grid.first_position + sampled.start) // self.every,
-                **visible,
-            ),
-            weight=spec.scale,
-            floor=scores.values,
-            factor=self.weight,
-        )
+        first = (grid.first_position + sampled.start) // self.every
+        cells, visible = (grid.q_block // self.every, grid.k_block), _token_visibility(grid, permutation, sampled)
+        of = StridedPooling(1, 0, *cells, spec.causal, padded_tail=False, first_cell=first, **visible)
+        keys, floor = permutation.gather_keys(k), scores.values
+        mass = strided_mass(queries, keys, of, weight=spec.scale, floor=floor, factor=self.weight)
         return BlockMass(mass, grid, scores.forced)
-
-    @property
-    def traits(self) -> ScorerTraits:
-        return self.inner.traits
-
-    def alignment(self, causal: bool) -> int:
-        return self.inner.alignment(causal)
 
 
 def _token_visibility(grid: Grid, permutation: GlobalPermutation, sampled: slice) -> dict[str, Any]:
@@ -202,7 +195,7 @@ def _token_visibility(grid: Grid, permutation: GlobalPermutation, sampled: slice
 
 @final
 @frozen(cache_hash=True)
-class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
+class SimilarityGatedScorer(_OfAnother):
     """The mass that `inner` gives, except for blocks whose tokens are too unlike for one number; those are forced.
 
     The self-similarity of a block is the mean cosine of all pairs of its tokens, including each token with itself;
@@ -222,13 +215,9 @@ class SimilarityGatedScorer(Scorer[GlobalPermutation, BlockMass]):
             that exist decide.
     """
 
-    inner: Scorer[GlobalPermutation, BlockMass] = field(validator=a(Scorer))
     theta: PerHead = field(converter=per_head, validator=cosine)
     smooth_k: bool | None = field(default=None, kw_only=True, validator=optional(flag))
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
-
-    def __attrs_post_init__(self) -> None:
-        check_takes((Declared(type(self), BlockMass),), declared(self.inner, Scorer, 1))
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None

@@ -127,7 +127,8 @@ class KeyHistory:
                 f"'history' has seen {self._tokens} keys, and there are {N} now. Call rewind(tokens) after keys "
                 "were rejected or rewritten. Each layer and each prompt needs its own KeyHistory."
             )
-        if self._last is not None and not _same(self._last, k[:, :, self._tokens - 1]):
+        same = self._last is None or torch.equal(self._last.nan_to_num(), k[:, :, self._tokens - 1].nan_to_num())
+        if not same:
             raise ValueError(
                 f"'history' has seen other keys: key {self._tokens - 1} has changed since. Each layer and each "
                 "prompt needs its own KeyHistory. Call rewind(tokens) after keys were rewritten."
@@ -141,10 +142,6 @@ class KeyHistory:
 
 History = KeyHistory | None
 """What a call knows of earlier keys."""
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 def of_key_blocks(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocksparse.check.per_head import PerHead
 from blocksparse.check.stage import Stage
-from blocksparse.check.validators import block_size, maybe_whole, optional, whole
+from blocksparse.check.validators import block_size, maybe_whole, multiple, optional, whole
 from blocksparse.grid import Grid
 from blocksparse.kernels.common.sizes import FAR
 from blocksparse.kernels.masks.visibility import keep_visible
@@ -155,6 +155,11 @@ class InBlocks:
     def grid(self, q: Tensor, k: Tensor, permutation: Permutation, spec: AttentionSpec) -> Grid:
         """The blocks of a call of `q` `[B, Hq, M, D]` and `k` `[B, Hkv, N, D]`."""
         return Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.k_block or self.block)
+
+    def check_holds(self, name: str, size: int) -> None:
+        """Require that blocks are multiples of the argument `name`."""
+        multiple("block", self.block, name, size)
+        multiple("k_block", self.k_block, name, size)
 
     def alignment(self, causal: bool) -> int:
         return lcm(self.block, self.k_block or 1)

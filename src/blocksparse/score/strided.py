@@ -15,7 +15,6 @@ from blocksparse.check.validators import (
     flag,
     is_real,
     maybe_whole,
-    multiple,
     one_of,
     optional,
     real,
@@ -94,8 +93,7 @@ class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     normalize: bool = field(default=True, validator=flag, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        multiple("block", self.block, "stride", self.stride)
-        multiple("k_block", self.k_block, "stride", self.stride)
+        self.check_holds("stride", self.stride)
 
     def __call__(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec, history: History = None
@@ -110,26 +108,16 @@ class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
             lead, slots, weight = 0, 1, spec.scale
         else:
             queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
-        high, wide = grid.q_block // self.stride, grid.k_block // self.stride
-        mass = strided_mass(
-            queries,
-            keys,
-            StridedPooling(
-                slots,
-                lead,
-                high,
-                wide,
-                spec.causal,
-                self.padded_tail,
-                offset // self.stride,
-                None if segment is None else segment // self.stride,
-                self.pattern == "antidiagonal",
-                not self.normalize,
-                **visible,
-            ),
-            weight=weight,
-        )
-        return BlockMass(mass, grid, self._force(grid, segment))  # [B, Hq, rows, cols]
+        cells = grid.q_block // self.stride, grid.k_block // self.stride
+        within = None if segment is None else segment // self.stride
+        first, flipped, joint = offset // self.stride, self.pattern == "antidiagonal", not self.normalize
+        tail = self.padded_tail
+        of = StridedPooling(slots, lead, *cells, spec.causal, tail, first, within, flipped, joint, **visible)
+        mass = strided_mass(queries, keys, of, weight=weight)
+        forced = own_segment(grid, segment)
+        if self.forced and grid.causal:
+            forced = keep_visible(None, grid, always=AlwaysKept(first=1), diagonal=True)
+        return BlockMass(mass, grid, forced)  # [B, Hq, rows, cols]
 
     def _means(
         self, q: Tensor, k: Tensor, permutation: GlobalPermutation, lead: int, history: History
@@ -145,12 +133,6 @@ class AntidiagonalScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     @property
     def traits(self) -> ScorerTraits:
         return ScorerTraits(history=self.pattern == "sum")
-
-    def _force(self, grid: Grid, segment: int | None) -> Tensor | None:
-        if not (self.forced and grid.causal):
-            return own_segment(grid, segment)
-        counted: Tensor = keep_visible(None, grid, always=AlwaysKept(first=1), diagonal=True)
-        return counted
 
 
 def _cell_visibility(
@@ -191,22 +173,9 @@ class QueryRowsScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     ) -> BlockMass:
         grid = self.grid(q, k, permutation, spec)
         keys = of_key_blocks("cell", k, permutation, grid.k_block, strided_mean, history)  # [B, H, cols, D]
-        mass = strided_mass(
-            permutation.gather_queries(q),
-            keys,
-            StridedPooling(
-                1,
-                0,
-                self.block,
-                1,
-                spec.causal,
-                padded_tail=False,
-                first_cell=grid.first_position,
-                joint=True,
-                **_row_visibility(grid),
-            ),
-            weight=spec.scale,
-        )
+        first, visible = grid.first_position, _row_visibility(grid)
+        of = StridedPooling(1, 0, self.block, 1, spec.causal, False, first, joint=True, **visible)
+        mass = strided_mass(permutation.gather_queries(q), keys, of, weight=spec.scale)
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
 
 
@@ -253,8 +222,7 @@ class FlattenMaxPoolScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
     padded_tail: bool = field(default=False, validator=flag, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        multiple("block", self.block, "g", self.g)
-        multiple("k_block", self.k_block, "g", self.g)
+        self.check_holds("g", self.g)
 
     def __call__(self, q: Tensor, k: Tensor, permutation: GlobalPermutation, spec: AttentionSpec) -> BlockMass:
         grid = self.grid(q, k, permutation, spec)
@@ -263,14 +231,10 @@ class FlattenMaxPoolScorer(InBlocks, Scorer[GlobalPermutation, BlockMass]):
             visible = visibility_of(Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.g))
         elif grid.window is not None:
             visible["behind"] = strides_behind(grid.window, self.g)
-        high, wide = grid.q_block // self.g, grid.k_block // self.g
-        best = group_max(
-            permutation.gather_queries(q),
-            permutation.gather_keys(k),
-            StridedPooling(self.g, grid.q_lead, high, wide, spec.causal, self.padded_tail, **visible),
-            first_row=grid.first_row,
-            per_token=self.per_token,
-        )
+        cells = grid.q_block // self.g, grid.k_block // self.g
+        of = StridedPooling(self.g, grid.q_lead, *cells, spec.causal, self.padded_tail, **visible)
+        queries, keys = permutation.gather_queries(q), permutation.gather_keys(k)
+        best = group_max(queries, keys, of, first_row=grid.first_row, per_token=self.per_token)
         mass, _ = block_softmax(best, grid, scale=spec.scale)
         return BlockMass(mass, grid)  # [B, Hq, rows, cols]
 
@@ -311,8 +275,7 @@ class OutputAwareScorer(InBlocks, ValueScorer[GlobalPermutation, BlockLogits]):
     lengths: tuple[float, float] | None = field(default=None, validator=optional(mean_and_deviation), kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        multiple("block", self.block, "stride", self.stride)
-        multiple("k_block", self.k_block, "stride", self.stride)
+        self.check_holds("stride", self.stride)
 
     def with_values(
         self, q: Tensor, k: Tensor, v: Tensor, permutation: GlobalPermutation, spec: AttentionSpec

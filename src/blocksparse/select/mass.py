@@ -8,7 +8,7 @@ from attrs import field, frozen
 
 from blocksparse.check.per_head import PerHead, least, number_or_blocks, over_blocks, per_head, positive, share
 from blocksparse.check.validators import flag
-from blocksparse.kernels.common.sizes import HeadMask
+from blocksparse.kernels.common.sizes import Heads
 from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept
 from blocksparse.kernels.select.global_top_cdf import global_top_cdf
 from blocksparse.kernels.select.top_cdf import row_share, top_cdf
@@ -40,15 +40,9 @@ class TopCdf(Selector[BlockMass, BlockMask]):
     by_row = True
 
     def __call__(self, scores: BlockMass, *, always: AlwaysKept = NO_BLOCKS) -> BlockMask:
-        keep = top_cdf(
-            scores.values,
-            scores.forced,
-            number_or_blocks(self.mass, scores.values),
-            scores.grid,
-            crossing=self.crossing,
-            always=always,
-        )
-        return BlockMask(keep, scores.grid)
+        values, grid, mass = scores.values, scores.grid, number_or_blocks(self.mass, scores.values)
+        keep = top_cdf(values, scores.forced, mass, grid, crossing=self.crossing, always=always)
+        return BlockMask(keep, grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return least(self.mass) >= 1
@@ -78,7 +72,7 @@ class GlobalTopCdf(Selector[BlockMass, BlockMask]):
     traits = SelectorTraits(heads=True)
     by_row = "has one budget for all rows of a call, and a part has some rows"
 
-    def __call__(self, scores: BlockMass, *, heads: HeadMask | None = None) -> BlockMask:
+    def __call__(self, scores: BlockMass, *, heads: Heads = None) -> BlockMask:
         mass = over_blocks(self.mass, scores.values)
         keep = global_top_cdf(scores.values, scores.forced, mass, scores.grid, crossing=self.crossing, heads=heads)
         return BlockMask(keep, scores.grid)

@@ -11,7 +11,7 @@ from torch import Tensor
 from blocksparse.check.stage import Stage, of_parts, parts_of
 from blocksparse.check.validators import a
 from blocksparse.grid import Grid
-from blocksparse.kernels.common.sizes import HeadMask
+from blocksparse.kernels.common.sizes import Heads
 from blocksparse.kernels.masks.grid import NO_BLOCKS, AlwaysKept
 from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.score.scorer import BlockScores
@@ -72,29 +72,25 @@ class Selector(Stage, ABC, Generic[ScoresT_contra, MaskT_co]):
         tails = [part.prompt_tail for part in parts_of(self, Selector)]
         return None if None in tails else max(tails, default=0)
 
-    def __or__(
-        self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
-    ) -> Selector[ScoresT, BlockMask]:
+    def __or__(self: Masking[ScoresT], other: Masking[ScoresT]) -> Masking[ScoresT]:
         """Keep what either keeps."""
         return Union(self, other) if isinstance(other, Selector) else NotImplemented
 
-    def __ror__(
-        self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
-    ) -> Selector[ScoresT, BlockMask]:
+    def __ror__(self: Masking[ScoresT], other: Masking[ScoresT]) -> Masking[ScoresT]:
         """Keep what either keeps. Thanks to this method a type checker sees a stronger need right of `|`, too."""
         return Union(other, self) if isinstance(other, Selector) else NotImplemented
 
-    def __and__(
-        self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
-    ) -> Selector[ScoresT, BlockMask]:
+    def __and__(self: Masking[ScoresT], other: Masking[ScoresT]) -> Masking[ScoresT]:
         """Keep what both keep."""
         return Intersection(self, other) if isinstance(other, Selector) else NotImplemented
 
-    def __rand__(
-        self: Selector[ScoresT, BlockMask], other: Selector[ScoresT, BlockMask]
-    ) -> Selector[ScoresT, BlockMask]:
+    def __rand__(self: Masking[ScoresT], other: Masking[ScoresT]) -> Masking[ScoresT]:
         """Keep what both keep. Thanks to this method a type checker sees a stronger need right of `&`, too."""
         return Intersection(other, self) if isinstance(other, Selector) else NotImplemented
+
+
+Masking = Selector[ScoresT, BlockMask]
+"""A selector whose mask has no ranks."""
 
 
 class Combination(Selector[ScoresT_contra, MaskT_co]):
@@ -132,7 +128,7 @@ class Union(Combination[ScoresT_contra, BlockMask]):
     def __repr__(self) -> str:
         return f"({self.first!r} | {self.second!r})"
 
-    def __call__(self, scores: ScoresT_contra, *, heads: HeadMask | None = None) -> BlockMask:
+    def __call__(self, scores: ScoresT_contra, *, heads: Heads = None) -> BlockMask:
         first, second = self.first, self.second
         if isinstance(second, PositionSelector) and first.traits.always:
             always, others = second.parts()
@@ -193,7 +189,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
     @overload
     def __or__(self, other: PositionSelector) -> PositionSelector: ...
     @overload
-    def __or__(self, other: Selector[ScoresT, BlockMask]) -> Selector[ScoresT, BlockMask]: ...
+    def __or__(self, other: Masking[ScoresT]) -> Masking[ScoresT]: ...
     def __or__(self, other: Any) -> Any:
         """Keep what either keeps. A choice by scores goes first, so that the rule can join its mask."""
         if isinstance(other, PositionSelector):
@@ -203,7 +199,7 @@ class PositionSelector(Selector[BlockScores, BlockMask]):
     @overload
     def __ror__(self, other: PositionSelector) -> PositionSelector: ...
     @overload
-    def __ror__(self, other: Selector[ScoresT, BlockMask]) -> Selector[ScoresT, BlockMask]: ...
+    def __ror__(self, other: Masking[ScoresT]) -> Masking[ScoresT]: ...
     def __ror__(self, other: Any) -> Any:
         return PositionUnion(other, self) if isinstance(other, PositionSelector) else super().__ror__(other)
 

@@ -63,16 +63,11 @@ class TopK(Selector[BlockScores, BlockMask]):
             )
 
     def __call__(self, scores: BlockScores) -> BlockMask:
-        keep = top_k(
-            scores.values,
-            scores.forced,
-            None if self.k is None else min(self.k, FAR),
-            None if self.share is None else over_blocks(self.share, scores.values),
-            scores.grid,
-            forced_first=self.forced_first,
-            of_all_keys=self.of_all_keys,
-        )
-        return BlockMask(keep, scores.grid)
+        k = None if self.k is None else min(self.k, FAR)
+        share = None if self.share is None else over_blocks(self.share, scores.values)
+        values, forced, grid, first = scores.values, scores.forced, scores.grid, self.forced_first
+        keep = top_k(values, forced, k, share, grid, forced_first=first, of_all_keys=self.of_all_keys)
+        return BlockMask(keep, grid)
 
     def keeps_everything(self, M: int, N: int, *, causal: bool) -> bool:
         return (self.k or 0) >= N or (self.share is not None and least(self.share) >= 1)

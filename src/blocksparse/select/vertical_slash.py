@@ -20,7 +20,7 @@ from blocksparse.check.per_head import (
 )
 from blocksparse.check.stage import Declared, check_takes, declared, parts_of
 from blocksparse.check.validators import a, count, flag, maybe_whole, optional, size, whole
-from blocksparse.kernels.common.sizes import FAR, HeadMask, cdiv
+from blocksparse.kernels.common.sizes import FAR, HeadMask, Heads, cdiv
 from blocksparse.kernels.gemm.products import run_sums
 from blocksparse.kernels.masks.grid import AlwaysKept
 from blocksparse.kernels.masks.visibility import keep_visible
@@ -75,13 +75,9 @@ class VerticalSlashTopK(Selector[VerticalSlashScores, BlockMask]):
     def __call__(self, scores: VerticalSlashScores) -> BlockMask:
         grid = scores.grid
         if grid.permutation.k_index is None:
-            counts, distances = heaviest_of_both(
-                scores.vertical,
-                scores.slash,
-                (self._columns(scores), self._distances(scores)),
-                firsts=(self.sink, self.recent),
-                spared=self._spared(scores),
-            )
+            budgets, firsts = (self._columns(scores), self._distances(scores)), (self.sink, self.recent)
+            lines = scores.vertical, scores.slash
+            counts, distances = heaviest_of_both(*lines, budgets, firsts, self._spared(scores))
             columns = ChosenRuns(counts, grid.k_block)
         else:
             columns = ChosenRuns(running_count(scores.columns_holding(self.keys(scores)).squeeze(2)), 1)
@@ -186,7 +182,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
     by_row = _BY_LAST_QUERIES
 
     def __call__(
-        self, scores: VerticalSlashScores, *, heads: HeadMask | None = None, mask: BlockMask | None = None
+        self, scores: VerticalSlashScores, *, heads: Heads = None, mask: BlockMask | None = None
     ) -> BlockMask:
         grid, mass = scores.grid, over_blocks(self.mass, scores.values)[..., 0]
         if self.released:
@@ -201,7 +197,7 @@ class VerticalSlashCdf(Selector[VerticalSlashScores, BlockMask]):
         return least(self.mass) >= 1 or self.min_budget >= N
 
     def _covering(
-        self, scores: VerticalSlashScores, mass: Tensor, heads: HeadMask | None, also: Tensor | None = None
+        self, scores: VerticalSlashScores, mass: Tensor, heads: Heads, also: Tensor | None = None
     ) -> Tensor:
         block = scores.grid.k_block
         columns, bands = fewest(scores.mass_of_columns(), scores.mass_of_bands(), mass, *self._blocks(block))

@@ -121,14 +121,8 @@ class _Call:
 
     def run(self, **changed: Any) -> AttentionOutput:
         """The call with other tensors, or another mask."""
-        arguments: dict[str, Any] = {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "mask": self.mask,
-            "spec": self.spec,
-        } | changed
-        return self.executor(**arguments)
+        given = {name: getattr(self, name) for name in ("q", "k", "v", "mask", "spec")}
+        return self.executor(**given | changed)
 
     @property
     def held(self) -> RankedBlockMask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import UnionType
 from typing import Any
 
 import attrs
@@ -280,9 +279,10 @@ def check_selector(
         AssertionError: says in one sentence what is wrong and in which case.
     """
     keeps_forced = not isinstance(selector, PositionSelector) if keeps_forced is None else keeps_forced
+    needed = (Permutation,) if scorer is None else tuple(each.value for each in declared(scorer, Scorer, 0))
     for case in cases(lengths, causal):
         q, k, _ = case.inputs(device=device)
-        for permutation in orders(q, k, (Permutation,) if scorer is None else _takes(scorer), causal=case.causal):
+        for permutation in orders(q, k, needed, causal=case.causal):
             with about(selector, (case, permutation)):
                 scores = _scores(selector, scorer, q, k, permutation, causal=case.causal)
                 forced = {} if scores.forced is None else {"forced": scores.forced}
@@ -353,10 +353,6 @@ def _check_chunks(selector: Selector[Any, Any], scorer: Scorer[Any, Any] | None,
                 torch.equal(chunk.keep[:, :, int(missing) :], whole.keep[:, :, skipped:]),
                 "a chunk has another mask than its rows in the whole prompt; count rows from grid.first_row",
             )
-
-
-def _takes(scorer: Scorer[Any, Any]) -> tuple[type | UnionType, ...]:
-    return tuple(each.value for each in declared(scorer, Scorer, 0))
 
 
 def _scores(

@@ -25,7 +25,7 @@ from attrs import frozen
 from torch import Tensor
 
 from blocksparse.kernels.attention.sparse_attention import UNCHANGED
-from blocksparse.kernels.common.compiled import Call, Loaded, load, python_calls, steps, team
+from blocksparse.kernels.common.compiled import TYPES, Call, Loaded, load, python_calls, steps, team
 from blocksparse.kernels.common.sizes import empty_as
 from blocksparse.kernels.masks.arguments import LogitChange, RankedLists, StopRule
 from blocksparse.kernels.masks.grid import TokenPositions
@@ -33,7 +33,6 @@ from blocksparse.launch.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MAX_HEAD_DIM = 256
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def cpu_kernel_refuses(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     reasons = []
     if any(x.device.type != "cpu" for x in (q, k, v)):
         reasons.append(f"it runs on a CPU, and these tensors are on {q.device.type}")
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in _TYPES):
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in TYPES):
         reasons.append(f"it computes float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}")
     if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
         reasons.append(f"it takes head dims up to {MAX_HEAD_DIM}, not {max(q.shape[3], v.shape[3])}")
@@ -179,7 +178,7 @@ def _attend(
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     q, k, v = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (q, k, v))
     sinks = None if change.sinks is None else change.sinks.float().contiguous()
-    call.set(batch=B, q_heads=Hq, kv_heads=Hkv, queries=M, keys=N, dim=D, v_dim=Dv, type=_TYPES[q.dtype])
+    call.set(batch=B, q_heads=Hq, kv_heads=Hkv, queries=M, keys=N, dim=D, v_dim=Dv, type=TYPES[q.dtype])
     call.set(causal=causal, window=window, offset=N - M if causal else 0, scale=scale, softcap=change.softcap)
     call.set(q=q, k=k, v=v, out=out, lse=lse, sinks=sinks, signals=python_calls()[2], **team())
     call.set(q_step=steps(q, 3), k_step=steps(k, 3), v_step=steps(v, 3), out_step=steps(out, 3))

@@ -58,17 +58,8 @@ def sparse_attention_hopper(
     q = for_bulk_copies(q)
     keys = v.shape[1], v.shape[2]
     splits = split_kv((q.shape[0], q.shape[1]), keys, v.shape[-1], lists, 64 * tiles.consumers)
-    launch = launch_of(
-        q,
-        whole,
-        whole_lse,
-        keys,
-        lists,
-        positions,
-        tiles,
-        scale,
-        entries=None if splits is None else splits.entries,
-    )
+    entries = None if splits is None else splits.entries
+    launch = launch_of(q, whole, whole_lse, keys, lists, positions, tiles, scale, entries=entries)
     piece = min(lists.k_block, tiles.block_n)
     _kernel[launch.grid](
         tma_boxes(q, 64),

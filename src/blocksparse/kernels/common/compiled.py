@@ -33,6 +33,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes as the kernels number them."""
 _PROCESS = os.getpid()  # that loaded this module, and may have started OpenMP's threads
 
 
@@ -130,14 +132,11 @@ INSTALL = "Install a C++ compiler, such as g++ (apt install g++, dnf install gcc
 # What a wheel brings: a name, the flags of the compiler, and what the CPU must have, in the words of /proc/cpuinfo.
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")
+_V4 = "-march=x86-64-v4"
 VARIANTS = (
-    (
-        "amx",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        (*_AVX512, "avx512_bf16", "amx_bf16"),
-    ),
-    ("bf16", ("-march=x86-64-v4", "-mavx512bf16"), (*_AVX512, "avx512_bf16")),
-    ("avx512", ("-march=x86-64-v4",), _AVX512),
+    ("amx", (_V4, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), (*_AVX512, "avx512_bf16", "amx_bf16")),
+    ("bf16", (_V4, "-mavx512bf16"), (*_AVX512, "avx512_bf16")),
+    ("avx512", (_V4,), _AVX512),
     ("avx2", ("-march=x86-64-v3",), _AVX2),
 )
 

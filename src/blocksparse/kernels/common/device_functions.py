@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blocksparse.kernels.common.sizes import REMEMBERED, HeadMask
+from blocksparse.kernels.common.sizes import REMEMBERED, Heads
 
 
 def alike(*strides: int) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def capped(x, cap):
     return cap * tl.where(tl.abs(x) < 0.625, series * x + x, tl.where(x < 0.0, -far, far))
 
 
-def asked(heads: HeadMask | None) -> tuple[Tensor | None, Tensor | None, int | None]:
+def asked(heads: Heads) -> tuple[Tensor | None, Tensor | None, int | None]:
     """The first arguments of `not_asked`."""
     if heads is None:
         return None, None, None

@@ -59,14 +59,9 @@ inline float wide(half x) {
 // 2^x to 2e-7 of it; exactly 0 below -126, NaN for NaN.
 inline vec exp2_(vec x) {
 #if defined(__AVX512F__)
-  vec whole = _mm512_roundscale_ps(x, 8);
+  vec whole = _mm512_roundscale_ps(x, 8), f = x - whole;
 #else
-  vec low = x < -126.f ? vec{} - 126.f : x, whole = (low + 12582912.f) - 12582912.f;
-#endif
-#if defined(__AVX512F__)
-  vec f = x - whole;
-#else
-  vec f = low - whole;
+  vec low = x < -126.f ? vec{} - 126.f : x, whole = (low + 12582912.f) - 12582912.f, f = low - whole;
 #endif
   vec p = f * 1.5403530e-4f + 1.3333558e-3f;
   p = p * f + 9.6181291e-3f;

@@ -137,3 +137,7 @@ class HeadMask(NamedTuple):
         """`[B, H, 1, 1]` bool, in plain torch."""
         below = self.number[..., None, None] < self.bound
         return ~below if self.others else below
+
+
+Heads = HeadMask | None
+"""The heads that are asked for: all if None."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import HeadMask
+from blocksparse.kernels.common.sizes import Heads
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.launch.torch_modes import without_autocast
 
@@ -83,9 +83,7 @@ def _roundings() -> frozenset[str]:
 
 
 @on_gpus(torch.float32)
-def block_products(
-    pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid, *, heads: HeadMask | None = None
-) -> Tensor:
+def block_products(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid, *, heads: Heads = None) -> Tensor:
     """Logits `[B, Hq, rows, cols]` of `pooled_q` `[B, Hq, rows, D]` and `pooled_k` `[B, H, cols, D]`.
 
     `H` divides `Hq`. Entries of blocks that are not visible have no meaning, and may be NaN; nor have those of heads

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import asked, not_asked
 from blocksparse.kernels.common.hardware import Hardware, fp32_products, hardware_of
-from blocksparse.kernels.common.sizes import HeadMask, cdiv, power_of_2
+from blocksparse.kernels.common.sizes import Heads, cdiv, power_of_2
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.masks.grid_triton import any_of, rows_at, strides
 from blocksparse.launch.launches import remembered
@@ -19,9 +19,7 @@ from blocksparse.launch.launches import remembered
 _TILE = 64  # rows and columns of a launch tile
 
 
-def block_products_triton(
-    pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid, *, heads: HeadMask | None = None
-) -> Tensor:
+def block_products_triton(pooled_q: Tensor, pooled_k: Tensor, grid: BlockGrid, *, heads: Heads = None) -> Tensor:
     """Launch the kernel; arguments as in `block_products`."""
     skips = grid.causal and grid.k_first.shape[2] == 1
     positions = grid.q_last, grid.k_first, strides(grid.q_last), strides(grid.k_first)
@@ -33,9 +31,7 @@ def products_triton(q: Tensor, k: Tensor) -> Tensor:
     return _launch(q, k, (None,) * 4, False)
 
 
-def _launch(
-    q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool, heads: HeadMask | None = None
-) -> Tensor:
+def _launch(q: Tensor, k: Tensor, positions: tuple[Any, ...], skips: bool, heads: Heads = None) -> Tensor:
     (B, Hq, rows, D), (_, H, cols, _) = q.shape, k.shape
     q, k = q.contiguous(), k.contiguous()
     logits = torch.empty((B, Hq, rows, cols), dtype=torch.float32, device=q.device)

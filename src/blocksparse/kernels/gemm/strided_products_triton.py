@@ -204,23 +204,11 @@ def strided_products(
 
 # Arguments that Triton must not specialise on: sizes that change from band to band, and pointers to parts of one memory,
 # which need not be aligned.
-_OF_BAND = [
-    "peak_ptr",
-    "total_ptr",
-    "M",
-    "N",
-    "q_lead",
-    "first",
-    "last",
-    "first_cell",
-    "end",
-    "q_tiles",
-    "k_tiles",
-]
+_BAND = ["peak_ptr", "total_ptr", "M", "N", "q_lead", "first", "last", "first_cell", "end", "q_tiles", "k_tiles"]
 
 
 @remembered
-@triton.jit(do_not_specialize=_OF_BAND)
+@triton.jit(do_not_specialize=_BAND)
 def sums_of_tiles(
     q_source, k_source, q_ptr, k_ptr, q_filler_ptr, k_filler_ptr, q_last_ptr, k_first_ptr,
     sums_ptr, peak_ptr, total_ptr,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import FLOATS, compiled, on_gpus
-from blocksparse.kernels.common.sizes import HeadMask
+from blocksparse.kernels.common.sizes import Heads
 from blocksparse.kernels.layout.gather import gather_rows
 from blocksparse.kernels.score import cpu_scores
 
@@ -29,7 +29,7 @@ def block_mean(
     lead: int = 0,
     padded_tail: bool = False,
     index: Tensor | None = None,
-    heads: HeadMask | None = None,
+    heads: Heads = None,
 ) -> Tensor:
     """Mean over the tokens of each block, `[B, Hx, N, D] -> [B, H, blocks, D]`, in fp32 or better.
 

@@ -8,23 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import alike, asked, head_at, not_asked, rows_of
-from blocksparse.kernels.common.sizes import HeadMask, cdiv, empty_together, power_of_2
+from blocksparse.kernels.common.sizes import Heads, cdiv, empty_together, power_of_2
 from blocksparse.launch.launches import remembered
 
 _TILE = 1024  # entries that a program holds at a time: it is one warp, and many of them share a multiprocessor
 _PIECE = 512  # tokens per partial sum of the mean of all tokens
-
-
-def block_mean_triton(
-    x: Tensor,
-    block: int,
-    lead: int = 0,
-    padded_tail: bool = False,
-    index: Tensor | None = None,
-    heads: HeadMask | None = None,
-) -> Tensor:
-    """Launch the kernel; arguments as in `block_mean`."""
-    return _launch(x, block, lead % block, index, None, padded_tail=padded_tail, similarity=False, heads=heads)
 
 
 def block_means_triton(
@@ -63,9 +51,9 @@ def block_similarity_triton(
     """Launch the kernel; arguments as in `block_similarity`."""
     centre = None
     if centred:  # the sum of every piece is divided by the same number, so that the pieces need no weights
-        pieces = block_mean_triton(x, _PIECE, 0, True, None)
+        pieces = block_mean_triton(x, _PIECE, padded_tail=True)
         centre = pieces.sum(2) * (_PIECE / x.shape[2])
-    return _launch(x, block, lead % block, index, centre, padded_tail=False, similarity=True)
+    return block_mean_triton(x, block, lead, False, index, centre=centre, similarity=True)
 
 
 def _rows(block: int, block_d: int) -> int:
@@ -73,17 +61,19 @@ def _rows(block: int, block_d: int) -> int:
     return max(min(power_of_2(block), _TILE // block_d), 1)
 
 
-def _launch(
+def block_mean_triton(
     x: Tensor,
     block: int,
-    lead: int,
-    index: Tensor | None,
-    centre: Tensor | None,
+    lead: int = 0,
+    padded_tail: bool = False,
+    index: Tensor | None = None,
+    heads: Heads = None,
     *,
-    padded_tail: bool,
-    similarity: bool,
-    heads: HeadMask | None = None,
+    centre: Tensor | None = None,
+    similarity: bool = False,
 ) -> Tensor:
+    """Launch the kernel; arguments as in `block_mean`. Or it computes the similarity of blocks less a `centre`."""
+    lead = lead % block
     B, Hx, N, D = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     if index is not None and index.stride(-1) != 1:

@@ -26,18 +26,13 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import HeadMask
+from blocksparse.kernels.common.sizes import Heads
 from blocksparse.kernels.masks.grid import BlockGrid
 
 
 @on_gpus(torch.float32)
 def block_softmax(
-    logits: Tensor,
-    grid: BlockGrid,
-    *,
-    scale: float = 1.0,
-    segment: int | None = None,
-    heads: HeadMask | None = None,
+    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None, heads: Heads = None
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax of `logits` `[B, H, rows, cols]` over each row's visible blocks; it may overwrite the logits.
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import asked, head_strides, not_asked
-from blocksparse.kernels.common.sizes import FAR, HeadMask, cdiv, power_of_2
+from blocksparse.kernels.common.sizes import FAR, Heads, cdiv, power_of_2
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.masks.grid_triton import (
     load_positions,
@@ -29,43 +29,26 @@ _LEAST, _MOST = 256, 8192  # logits of a row that a program holds, at least and 
 
 
 def block_softmax_triton(
-    logits: Tensor,
-    grid: BlockGrid,
-    *,
-    scale: float = 1.0,
-    segment: int | None = None,
-    heads: HeadMask | None = None,
+    logits: Tensor, grid: BlockGrid, *, scale: float = 1.0, segment: int | None = None, heads: Heads = None
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel; arguments as in `block_softmax`."""
     segment = None if segment is None else min(segment, FAR)
-    own, (tensors, position_strides) = None, positions(grid, plain=True)
+    own, where = None, positions(grid, plain=True)
     if segment is not None:
-        batch, masks = (max(x.shape[axis] for x in tensors) for axis in (0, 1))
+        batch, masks = (max(x.shape[axis] for x in where[0]) for axis in (0, 1))
         own = torch.empty((batch, masks, *logits.shape[2:]), dtype=torch.bool, device=logits.device)
-    mass = _launch(
-        logits,
-        tensors,
-        position_strides,
-        None,
-        own,
-        segment,
-        scale,
-        causal=grid.causal,
-        window=grid.window,
-        heads=heads,
-    )
+    mass = _launch(logits, where, None, own, segment, scale, causal=grid.causal, window=grid.window, heads=heads)
     return mass, own
 
 
 def prefix_softmax_triton(logits: Tensor, seen: Tensor) -> Tensor:
     """Launch the kernel; arguments as in `prefix_softmax`."""
-    return _launch(logits, None, None, seen, None, None, 1.0, causal=False)
+    return _launch(logits, (None, None), seen, None, None, 1.0, causal=False)
 
 
 def _launch(
     logits: Tensor,
-    pointers: tuple[Tensor, ...] | None,
-    position_strides: Any,
+    where: tuple[Any, Any],
     seen: Tensor | None,
     own: Tensor | None,
     segment: int | None,
@@ -73,9 +56,9 @@ def _launch(
     *,
     causal: bool,
     window: int | None = None,
-    heads: HeadMask | None = None,
+    heads: Heads = None,
 ) -> Tensor:
-    logits = logits.contiguous()
+    logits, (pointers, position_strides) = logits.contiguous(), where
     B, H, rows, cols = logits.shape
     wide = min(max(power_of_2(cols), _LEAST), _MOST)
     high, aligned = max(1024 // wide, 1), cols % 16 == 0

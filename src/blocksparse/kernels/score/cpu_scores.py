@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blocksparse.kernels.common.compiled import Call, load, steps, team
-from blocksparse.kernels.common.sizes import ROOM, HeadMask, cdiv
+from blocksparse.kernels.common.compiled import TYPES, Call, load, steps, team
+from blocksparse.kernels.common.sizes import ROOM, Heads, cdiv
 from blocksparse.kernels.gemm.products import StridedPooling, edge_means, fillers, strided_view
 from blocksparse.launch.torch_private import operations_are_noted
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _log = logging.getLogger(__name__)
 _PARTS = 4  # of the last queries, each of which one thread sums: a fixed number, so that sums are
 
@@ -38,13 +37,7 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def strided_mass_on_cpu(
-    q: Tensor,
-    k: Tensor,
-    of: StridedPooling,
-    *,
-    weight: float,
-    floor: Tensor | None = None,
-    factor: float = 1.0,
+    q: Tensor, k: Tensor, of: StridedPooling, *, weight: float, floor: Tensor | None = None, factor: float = 1.0
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32, as `strided_mass` has it, which is not joint."""
     q_filler, k_filler = fillers(q, k, of, edge_means)
@@ -172,7 +165,7 @@ def block_mean_on_cpu(
     lead: int = 0,
     padded_tail: bool = False,
     index: Tensor | None = None,
-    heads: HeadMask | None = None,
+    heads: Heads = None,
 ) -> Tensor:
     """`block_mean` by the CPU kernel, fp32."""
     return _means(x, block, lead, padded_tail, index)[0]

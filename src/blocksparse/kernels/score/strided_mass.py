@@ -45,20 +45,10 @@ def _fill_tiles(q: Tensor, k: Tensor, of: StridedPooling, **_: object) -> bool:
     return (of.wide <= 64 or q.shape[-1] * q.element_size() <= 512) and pooled_tiles(q, of.wide) is not None
 
 
-def _runs_on_cpu(q: Tensor, k: Tensor, of: StridedPooling, **_: object) -> bool:
-    return not of.joint and cpu_scores.takes(q, k)
-
-
 @on_gpus(*FLOATS, where=_fill_tiles)
-@compiled(cpu_scores.strided_mass_on_cpu, _runs_on_cpu)
+@compiled(cpu_scores.strided_mass_on_cpu, lambda q, k, of, **_: not of.joint and cpu_scores.takes(q, k))
 def strided_mass(
-    q: Tensor,
-    k: Tensor,
-    of: StridedPooling,
-    *,
-    weight: float,
-    floor: Tensor | None = None,
-    factor: float = 1.0,
+    q: Tensor, k: Tensor, of: StridedPooling, *, weight: float, floor: Tensor | None = None, factor: float = 1.0
 ) -> Tensor:
     """Mass of every block, `[B, Hq, rows, cols]` fp32 or better; rows lie on the blocks of the whole prompt.
 

@@ -13,20 +13,14 @@ import torch
 from torch import Tensor
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import HeadMask
+from blocksparse.kernels.common.sizes import Heads
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.select.top_cdf import running_share
 
 
 @on_gpus(torch.float32)
 def global_top_cdf(
-    values: Tensor,
-    forced: Tensor | None,
-    mass: Tensor,
-    grid: BlockGrid,
-    *,
-    crossing: bool,
-    heads: HeadMask | None = None,
+    values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool, heads: Heads = None
 ) -> Tensor:
     """Which blocks are kept, `[B, H, rows, cols]` bool, by their `values` `[B, H, rows, cols]`.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import asked, head_strides, not_asked
-from blocksparse.kernels.common.sizes import HeadMask, cdiv
+from blocksparse.kernels.common.sizes import Heads, cdiv
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.masks.grid_triton import (
     any_of,
@@ -39,13 +39,7 @@ _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 
 
 def global_top_cdf_triton(
-    values: Tensor,
-    forced: Tensor | None,
-    mass: Tensor,
-    grid: BlockGrid,
-    *,
-    crossing: bool,
-    heads: HeadMask | None = None,
+    values: Tensor, forced: Tensor | None, mass: Tensor, grid: BlockGrid, *, crossing: bool, heads: Heads = None
 ) -> Tensor:
     """Launch the kernels; arguments as in `global_top_cdf`."""
     B, H, rows, cols = values.shape
@@ -72,19 +66,8 @@ def global_top_cdf_triton(
     )
     for i in range(1, _PASSES):
         last = (None if i == 1 else cuts[i - 2]), of_pass[i - 1]
-        _search[in_line](
-            *only,
-            ticks,
-            *target,
-            *last,
-            cuts[i - 1],
-            of_pass[i],
-            n,
-            CROSSING=crossing,
-            PASS=i,
-            TILE=_TILE,
-            num_warps=4,
-        )
+        now = cuts[i - 1], of_pass[i], n
+        _search[in_line](*only, ticks, *target, *last, *now, CROSSING=crossing, PASS=i, TILE=_TILE, num_warps=4)
     _keep[in_line](
         *only, ticks, *target, cuts[-1], of_pass[-1], keep, forced, None if forced is None else strides(forced), *where,
         **tiling, CROSSING=crossing, TILE=_TILE, num_warps=4,

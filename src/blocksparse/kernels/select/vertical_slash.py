@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blocksparse.kernels.common.dispatch import on_gpus
-from blocksparse.kernels.common.sizes import FAR, HeadMask
+from blocksparse.kernels.common.sizes import FAR, Heads
 from blocksparse.kernels.masks.grid import AlwaysKept, BlockGrid
 from blocksparse.kernels.masks.visibility import keep_visible
 from blocksparse.kernels.select.top_cdf import running_share
@@ -53,7 +53,7 @@ def vertical_slash_blocks(
     whole: Tensor | None = None,
     first: int | None = None,
     also: Tensor | None = None,
-    heads: HeadMask | None = None,
+    heads: Heads = None,
 ) -> Tensor:
     """The blocks that chosen lines cross, and the diagonal, as far as queries can see: `[B, Hq, rows, cols]` bool.
 

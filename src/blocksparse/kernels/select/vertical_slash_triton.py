@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blocksparse.kernels.common.device_functions import asked, head_strides, not_asked
-from blocksparse.kernels.common.sizes import FAR, HeadMask, cdiv
+from blocksparse.kernels.common.sizes import FAR, Heads, cdiv
 from blocksparse.kernels.masks.grid import BlockGrid
 from blocksparse.kernels.masks.grid_triton import (
     any_of,
@@ -40,7 +40,7 @@ def vertical_slash_blocks_triton(
     whole: Tensor | None = None,
     first: int | None = None,
     also: Tensor | None = None,
-    heads: HeadMask | None = None,
+    heads: Heads = None,
 ) -> Tensor:
     """Launch the kernel; arguments as in `vertical_slash_blocks`."""
     (B, H, keys), distances = columns.counts.shape, bands.counts.shape[2]
