@@ -194,12 +194,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (
         bs.Pipeline,
-        {
-            "permuter": bs.Identity(),
-            "scorer": bs.NoScorer(),
-            "selector": bs.Sink(),
-            "executor": bs.ReferenceExecutor(),
-        },
+        {name: getattr(PIPELINE, name) for name in ("permuter", "scorer", "selector", "executor")},
         "permuter=permuter scorer=scorer selector=selector executor=executor replay=flag",
     ),
     (bs.HeadGroups, {"groups": {(0,): None}}, "groups=groups"),

@@ -13,6 +13,11 @@ import torch
 Test = Callable[..., None]
 
 
+def slow(*cases: tuple[Any, ...]) -> list[Any]:
+    """Rows of a table that the fast loop leaves out."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def each(name: str, values: Iterable[Any], shown: Callable[[Any], str] = str) -> Callable[[Test], Test]:
     """A test goes through all `values` of an argument; a failure names the cases that fail. One may be skipped.
 

@@ -110,12 +110,8 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 # Made once, since torch.compile knows functions of PyTorch by their identity when it is first used.
 _POISONED = [
     (owner, name, _poisoned(getattr(owner, name)))
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-    )
+    for owner, names in ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty",)))
+    for name in names
 ]
 
 

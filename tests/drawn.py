@@ -16,13 +16,8 @@ from blocksparse.testing import make_qkv
 from tests import layouts, stages
 from tests.machine import GPU
 
-LAWS = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=(Phase.generate, Phase.shrink),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+PHASES, ALLOWED = (Phase.generate, Phase.shrink), (HealthCheck.too_slow, HealthCheck.data_too_large)
+LAWS = settings(derandomize=True, deadline=None, database=None, phases=PHASES, suppress_health_check=ALLOWED)
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 83, 100, 129)
 BLOCKS = (1, 3, 16, 20, 32, 48, 128)
 LAYOUTS = {"plain": Tensor.contiguous, **layouts.LAYOUTS}
@@ -151,14 +146,8 @@ class Drawer:
     def selector(self, scorer: bs.Scorer[Any, Any], block: int, *, ranked: bool) -> bs.Selector[Any, Any]:
         """An example that takes what the scorer gives, alone or joined with a rule of drawn size."""
         share, tokens, seed = self.one(1e-6, 0.3, 0.9, 1.0), self.number(1, 150), self.number(0, 9)
-        place = self.one(
-            bs.Band(tokens),
-            bs.Sink(tokens),
-            bs.LastQueries(tokens),
-            bs.LastKeys(tokens),
-            bs.Stride(tokens, seed, released=self.flag()),
-            bs.Random(share, seed, released=self.flag()),
-        )
+        hashed = bs.Stride(tokens, seed, released=self.flag()), bs.Random(share, seed, released=self.flag())
+        place = self.one(*(kind(tokens) for kind in (bs.Band, bs.Sink, bs.LastQueries, bs.LastKeys)), *hashed)
         fitting = [s for s in stages.selectors_for(scorer) if not isinstance(s, bs.GridSelector)]  # any length
         # These give a mask per KV head, a ranked mask, or one on another grid.
         odd = [s for s in fitting if isinstance(s, bs.SharedByGroup | bs.Ranked) or s in stages.REFINED]
@@ -171,14 +160,8 @@ class Drawer:
         return drawn
 
 
-PERMUTERS = (
-    bs.Identity,
-    bs.SegmentKeySort,
-    stages.Shuffle,
-    bs.SegmentQuerySort,
-    bs.GridOrder,
-    bs.GlobalIndexMap,  # an order for each segment of queries, causal only
-)
+# The last one has an order for each segment of queries, and is causal only.
+PERMUTERS = (bs.Identity, bs.SegmentKeySort, stages.Shuffle, bs.SegmentQuerySort, bs.GridOrder, bs.GlobalIndexMap)
 SCORERS = (
     bs.MeanPoolScorer,
     bs.NoScorer,

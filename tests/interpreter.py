@@ -221,24 +221,11 @@ ARITHMETIC: dict[str, Operation] = {
     "shl": np.left_shift,
     "lshr": np.right_shift,
 }
-COMPARISONS: dict[str, Operation] = {
-    "greater_than": np.greater,
-    "greater_equal": np.greater_equal,
-    "less_than": np.less,
-    "less_equal": np.less_equal,
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-}
+COMPARISONS: dict[str, Operation] = {"greater_than": np.greater, "less_than": np.less}
+COMPARISONS |= {name: getattr(np, name) for name in ("greater_equal", "less_equal", "equal", "not_equal")}
 OPERATORS = {
-    "__add__": "add",
-    "__sub__": "sub",
-    "__mul__": "mul",
-    "__truediv__": "truediv",
-    "__floordiv__": "floordiv",
-    "__mod__": "mod",
-    "__and__": "and_",
-    "__or__": "or_",
-    "__xor__": "xor_",
+    **{f"__{name}__": name for name in ("add", "sub", "mul", "truediv", "floordiv", "mod")},
+    **{f"__{name}__": f"{name}_" for name in ("and", "or", "xor")},
     "__gt__": "greater_than",
     "__ge__": "greater_equal",
     "__lt__": "less_than",
@@ -301,13 +288,7 @@ class _Plans:
         return result
 
     def learn(
-        self,
-        plans: dict[Any, Any],
-        key: Any,
-        find: Operation,
-        run: Operation,
-        operands: tuple[Any, ...],
-        result: Any,
+        self, plans: dict[Any, Any], key: Any, find: Operation, run: Operation, operands: Any, result: Any
     ) -> None:
         """Keep the plan for such operands if it gives `result`, which is Triton's; else None, for good."""
         if key not in plans:

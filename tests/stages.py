@@ -44,9 +44,7 @@ class AnyOrder(bs.Scorer[bs.Permutation, bs.BlockScores]):
 
     block: int
 
-    def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
-    ) -> bs.BlockScores:
+    def __call__(self, q: Tensor, k: Tensor, permutation: Any, spec: bs.AttentionSpec) -> bs.BlockScores:
         grid = bs.Grid.of(q, k, permutation, spec, q_block=self.block, k_block=self.block)
         generator = torch.Generator().manual_seed(0)
         values = torch.rand(*q.shape[:2], grid.rows, grid.cols, generator=generator)
@@ -286,3 +284,12 @@ def name(*stages: object) -> str:
         else repr(stage).replace(" ", "")
         for stage in stages
     )
+
+
+SMALL_BLOCKS: dict[str, bs.Pipeline[Any, Any, Any]] = {
+    "pbs_attn": bs.pbs_attn(0.5, block=32, S=64),
+    "mean_pooling": bs.mean_pooling(0.4, block=32),
+    "queries_sorted": bs.Pipeline(
+        bs.SegmentQuerySort(64, block=32), bs.MeanPoolScorer(32), bs.TopCdf(0.4), bs.ReferenceExecutor()
+    ),
+}

@@ -21,16 +21,13 @@ from blocksparse.observe import Audit, AuditedAttention, Crossing, Estimate
 from blocksparse.observe.audit import draw, ratio, row_sums
 from blocksparse.testing import make_qkv, masked_attention
 from tests.specs import not_none
+from tests.stages import SMALL_BLOCKS
 from tests.tiny_model import tiny_llama
 
 RECORDED = Path(__file__).with_name("data") / "audit_rows.npz"
 PIPELINES: Mapping[str, AnyPipeline] = {
-    "pbs_attn": bs.pbs_attn(0.5, block=32, S=64),
+    **SMALL_BLOCKS,
     "s2o": bs.s2o(),
-    "mean_pooling": bs.mean_pooling(0.4, block=32),
-    "queries_sorted": bs.Pipeline(
-        bs.SegmentQuerySort(64, block=32), bs.MeanPoolScorer(32), bs.TopCdf(0.4), bs.ReferenceExecutor()
-    ),
     "mean_correction": bs.mean_pooling(0.4, block=32, executor=bs.MeanCorrectionExecutor(bs.ReferenceExecutor())),
 }
 

@@ -50,12 +50,6 @@ def test_scorers_that_judge_by_values(scorer: bs.ValueScorer[Any, Any]) -> None:
     check_scorer(scorer, lengths=SHORT, asks_last_queries=scorer.lengths is None)  # type: ignore[attr-defined]
 
 
-def reads_scores(selector: bs.Selector[Any, Any]) -> bool:
-    """Rules of position, also inside others, know nothing of forced blocks."""
-    inner = getattr(selector, "inner", selector)
-    return not (isinstance(inner, bs.PositionSelector | bs.OnTiles) or "&" in stages.name(selector))
-
-
 @pytest.mark.parametrize("selector", [*stages.SELECTORS, *stages.REFINED], ids=stages.name)
 def test_selectors(selector: bs.Selector[Any, Any]) -> None:
     lines = issubclass(stages.needs(selector, bs.Selector, 0), bs.VerticalSlashScores)
@@ -68,13 +62,12 @@ def test_selectors(selector: bs.Selector[Any, Any]) -> None:
         pytest.skip(
             "scores that stand in a pair cannot be changed by themselves; tests/papers/test_prism.py has it"
         )
-    check_selector(
-        selector,
-        scorer=scorer,
-        lengths=((70, 70), (200, 77)) if isinstance(selector, bs.GridSelector) else SHORT,
-        by_row=not whole_call and not released,
-        keeps_forced=None if reads_scores(selector) else False,
-    )
+    lengths = ((70, 70), (200, 77)) if isinstance(selector, bs.GridSelector) else SHORT
+    # Rules of position, also inside others, know nothing of forced blocks.
+    of_position = isinstance(getattr(selector, "inner", selector), bs.PositionSelector | bs.OnTiles)
+    forced = False if of_position or "&" in stages.name(selector) else None
+    by_row = not whole_call and not released
+    check_selector(selector, scorer=scorer, lengths=lengths, by_row=by_row, keeps_forced=forced)
 
 
 # What approximates by design has a meaning of its own: tests/test_mean_correction.py, tests/papers/test_skip_softmax.py.
@@ -110,15 +103,8 @@ def test_executors(executor: bs.Executor[Any, Any], device: str) -> None:
 )
 def test_executors_on_hopper(executor: bs.Executor[Any, Any], relative_error: float | None) -> None:
     """In the kernels of their own, which take half precision; keys that are NaN among the rest."""
-    check_executor(
-        executor,
-        lengths=((300, 300), (300, 170)),
-        head_dim=128,
-        block=128,
-        dtype=torch.bfloat16,
-        device="cuda",
-        relative_error=relative_error,
-    )
+    on: Any = {"head_dim": 128, "block": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    check_executor(executor, lengths=((300, 300), (300, 170)), relative_error=relative_error, **on)
 
 
 class Broken(bs.Permuter[bs.GlobalPermutation]):
@@ -155,17 +141,13 @@ class Scores(bs.Scorer[bs.GlobalPermutation, bs.BlockMass]):
     def __init__(self, spoil: Callable[[Tensor, bs.Grid, Tensor], Tensor]) -> None:
         self.spoil = spoil
 
-    def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
-    ) -> bs.BlockMass:
+    def __call__(self, q: Tensor, k: Tensor, permutation: Any, spec: bs.AttentionSpec) -> bs.BlockMass:
         right = bs.MeanPoolScorer(16)(q, k, permutation, spec)
         return bs.BlockMass(self.spoil(right.values, right.grid, k), right.grid)
 
 
 class OtherGrid(Scores):
-    def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
-    ) -> bs.BlockMass:
+    def __call__(self, q: Tensor, k: Tensor, permutation: Any, spec: bs.AttentionSpec) -> bs.BlockMass:
         return bs.MeanPoolScorer(16)(q, k, IN_ORDER, spec)
 
 
@@ -175,9 +157,7 @@ class Deaf(Scores):
     def __init__(self, deafen: Callable[..., tuple[Tensor, bs.GlobalPermutation, bs.AttentionSpec]]) -> None:
         self.deafen = deafen
 
-    def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
-    ) -> bs.BlockMass:
+    def __call__(self, q: Tensor, k: Tensor, permutation: Any, spec: bs.AttentionSpec) -> bs.BlockMass:
         grid = bs.MeanPoolScorer(16)(q, k, permutation, spec).grid
         return bs.BlockMass(bs.MeanPoolScorer(16)(q, *self.deafen(q, k, permutation, spec)).values, grid)
 
@@ -276,9 +256,7 @@ class Attends(ByReference):
 
 
 class NeverRuns(Attends):
-    def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
+    def unsupported(self, *_: Any) -> list[str]:
         return ["it is Monday"]
 
 

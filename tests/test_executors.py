@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -27,7 +24,7 @@ from blocksparse.testing import check_executor, make_qkv
 from tests import stages
 from tests.kernels.attention.references import int8_attention_reference
 from tests.largest import Largest
-from tests.machine import GPU, needs_flex, needs_gpu
+from tests.machine import GPU, needs_flex, needs_gpu, python
 from tests.meaning import assert_blind_to_later, relative_l1
 from tests.specs import asked, grid_of, not_none
 from tests.stages import random_keys
@@ -85,17 +82,20 @@ def test_blocks_far_longer_than_the_prompt_take_no_memory() -> None:
     assert made.numbers <= 2 * 4 * 16384 * 16
 
 
-def test_flex_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "cpp_compiler", lambda: None)
+@pytest.mark.parametrize(
+    ("asked", "answer", "lacking"),
+    [
+        ("blocksparse.execute.flex.cpp_compiler", None, "no C\\+\\+ compiler is found"),
+        ("torch.backends.cpu.get_cpu_capability", "DEFAULT", "CPUs with AVX2 or AVX-512 alone"),
+    ],
+    ids=["compiler", "vectors"],
+)
+def test_flex_says_what_a_machine_lacks(
+    asked: str, answer: str | None, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked, lambda: answer)
     q, k, v = make_qkv(N=64, D=16)
-    with pytest.raises(ValueError, match=r"no C\+\+ compiler is found.*Use ReferenceExecutor\(\)"):
-        bs.pbs_attn(executor=bs.FlexExecutor())(q, k, v)
-
-
-def test_flex_says_that_a_cpu_has_no_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
-    q, k, v = make_qkv(N=64, D=16)
-    with pytest.raises(ValueError, match=r"CPUs with AVX2 or AVX-512 alone.*Use ReferenceExecutor\(\)"):
+    with pytest.raises(ValueError, match=rf"{lacking}.*Use ReferenceExecutor\(\)"):
         bs.pbs_attn(executor=bs.FlexExecutor())(q, k, v)
 
 
@@ -149,10 +149,7 @@ def test_flex_says_that_the_environment_switches_compilation_off() -> None:
         "try: bs.mean_pooling(0.5, executor=bs.FlexExecutor())(q, k, v)\nexcept ValueError as e: print(e)\n"
         "print(bs.mean_pooling(0.5)(q, k, v).shape)"
     )
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
+    result = python(code, TORCHDYNAMO_DISABLE="1")
     assert "and torch.compile is switched off (by TORCHDYNAMO_DISABLE=1" in result.stdout
     assert "torch.Size([1, 4, 64, 16])" in result.stdout
 

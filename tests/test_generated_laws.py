@@ -197,10 +197,7 @@ def chooses_by_row(selector: Any) -> bool:
     return all(chooses_by_row(s) for s in parts[1:] if isinstance(s, bs.Selector))
 
 
-STOPS = tuple(e for e in drawn.EXECUTORS if isinstance(e, bs.GatherExecutor))
-
-
-@law(15, 75, cases(executors=STOPS))
+@law(15, 75, cases(executors=tuple(e for e in drawn.EXECUTORS if isinstance(e, bs.GatherExecutor))))
 def test_an_early_stop_reports_what_it_visited(device: str, case: Case) -> None:
     """Visiting just that gives the same bits; it is the head of each row's order."""
     trace = trace_of(case, device)

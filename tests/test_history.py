@@ -11,6 +11,7 @@ import pytest
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import blocksparse as bs
 from blocksparse.inputs import UnsupportedError
@@ -241,11 +242,8 @@ def test_each_sequence_has_its_own(device: str) -> None:
             )
         out = pipeline(q, k, v, sequences=sequences, history=list(map(copy.copy, histories)))
         assert torch.equal(out, pipeline(q, k, v, sequences=sequences))
-        traces = zip(
-            pipeline.trace(q, k, v, sequences=sequences, history=histories),
-            pipeline.trace(q, k, v, sequences=sequences),
-            strict=True,
-        )
+        remembered = pipeline.trace(q, k, v, sequences=sequences, history=histories)
+        traces = zip(remembered, pipeline.trace(q, k, v, sequences=sequences), strict=True)
         for mine, its in traces:
             assert (mine is None) == (its is None)
             if its is not None:
@@ -272,10 +270,8 @@ KEEPING = ("auto", "mean_pooling", "flex_prefill", "minference", "sparge", "flas
 @pytest.mark.parametrize("name", every_preset)
 def test_presets_say_whether_they_keep_one(name: str, device: str) -> None:
     """Where `keeps_history` is false, a history is refused in words."""
-    pipeline, (q, k, v) = (
-        every_preset[name](executor=bs.ReferenceExecutor()),
-        make_qkv(N=600, M=90, Hq=2, Hkv=1, D=16, device=device),
-    )
+    pipeline = every_preset[name](executor=bs.ReferenceExecutor())
+    q, k, v = make_qkv(N=600, M=90, Hq=2, Hkv=1, D=16, device=device)
     assert pipeline.keeps_history == (name in KEEPING)
     history = bs.KeyHistory()
     if pipeline.keeps_history:
@@ -312,19 +308,11 @@ def test_what_is_refused(device: str) -> None:
     shorter = {"k": k[:, :, :90], "v": v[:, :, :90]}
     refused(ValueError, "has seen 100 keys, and the queries of this call begin at key 70", pipeline, **shorter)
     refused(ValueError, "'history' is of other keys", pipeline, q=q.double(), k=k.double(), v=v.double())
-    refused(
-        ValueError,
-        "Each layer and each prompt needs its own KeyHistory",
-        pipeline,
-        k=k.expand(1, 2, -1, -1),
-        v=v.expand(1, 2, -1, -1),
-    )
+    wider = {"k": k.expand(1, 2, -1, -1), "v": v.expand(1, 2, -1, -1)}
+    refused(ValueError, "Each layer and each prompt needs its own KeyHistory", pipeline, **wider)
     refused(ValueError, "SegmentKeySort moves keys", bs.Pipeline(bs.SegmentKeySort(32), *STAGES))
-    refused(
-        UnsupportedError,
-        "AntidiagonalScorer remembers nothing of keys",
-        a_pipeline(bs.AntidiagonalScorer(4, block=16)),
-    )
+    forgetful = a_pipeline(bs.AntidiagonalScorer(4, block=16))
+    refused(UnsupportedError, "AntidiagonalScorer remembers nothing of keys", forgetful)
     refused(TypeError, "'history' must be a KeyHistory or None: True", pipeline, history=True)
     one = bs.Sequences.packed([20], [120])
     refused(TypeError, "one for each sequence, or None", pipeline, sequences=one)
@@ -487,17 +475,12 @@ def test_head_groups_and_reused_masks_pass_it_on() -> None:
 
 def test_a_compiled_call_takes_any_number() -> None:
     q, k, v = make_qkv(**WHOLE)
-    rule, graphs = pipeline(RULES["by scores as well"]), []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    rule, graphs = pipeline(RULES["by scores as well"]), CompileCounter()
     torch.compiler.reset()
-    call = torch.compile(lambda q, k, v, more: rule(q, k, v, remaining=more) * 1, backend=backend, fullgraph=True)
+    call = torch.compile(lambda q, k, v, more: rule(q, k, v, remaining=more) * 1, backend=graphs, fullgraph=True)
     for more in (300, 200, 100, 20, 7):
         assert torch.equal(call(q, k, v, more), rule(q, k, v, remaining=more))
-    assert len(graphs) <= 2  # for one number, and for any
+    assert graphs.frame_count <= 2  # for one number, and for any
     with pytest.raises(ValueError, match="'remaining' must be a whole number, at least 0"):
         rule(q, k, v, remaining=-1)
 

@@ -32,17 +32,11 @@ from blocksparse.tools.inspection.collect import Figures, Findings, Maps, Preset
 from blocksparse.tools.inspection.page import numbers, page
 from tests.hosts.small_models import small_model
 from tests.specs import asked, grid_of
+from tests.stages import SMALL_BLOCKS
 from tests.tiny_model import byte_tokenizer, save_tiny, tiny_llama
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-PIPELINES: Mapping[str, AnyPipeline] = {
-    "pbs_attn": bs.pbs_attn(0.5, block=32, S=64),
-    "s2o": bs.s2o(0.5),
-    "mean_pooling": bs.mean_pooling(0.4, block=32),
-    "queries_sorted": bs.Pipeline(
-        bs.SegmentQuerySort(64, block=32), bs.MeanPoolScorer(32), bs.TopCdf(0.4), bs.ReferenceExecutor()
-    ),
-}
+PIPELINES: Mapping[str, AnyPipeline] = {**SMALL_BLOCKS, "s2o": bs.s2o(0.5)}
 
 
 @pytest.fixture(scope="module")
@@ -188,10 +182,8 @@ def test_report_is_one_file_that_loads_nothing(folder: Path) -> None:
 def test_report_has_every_layer_head_and_map(folder: Path) -> None:
     data = json.loads(parts((folder / "report.html").read_text(encoding="utf-8")).scripts["application/json"])
     assert (data["model"], data["tokens"], data["text"]) == ("tiny", 600, TEXT.name)
-    assert [preset["name"] for preset in data["presets"]] == [
-        "pbs_attn(0.5, block=32, S=64)",
-        "mean_pooling(0.5, block=32)",
-    ]
+    names = [preset["name"] for preset in data["presets"]]
+    assert names == ["pbs_attn(0.5, block=32, S=64)", "mean_pooling(0.5, block=32)"]
     for preset in data["presets"]:
         assert [x["layer"] for x in preset["layers"]] == [0, 1]
         assert all(len(x["heads"][name]) == 4 for x in preset["layers"] for name in x["heads"])
@@ -294,11 +286,8 @@ def test_refusals_are_one_sentence(
     arguments: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "short.txt").write_text("short")
-    names = {
-        "TINY": str(folder / "tiny"),
-        "SHORT": str(folder / "short.txt"),
-        "CONFIG": str(folder / "tiny/config.json"),
-    }
+    files = {"TINY": "tiny", "SHORT": "short.txt", "CONFIG": "tiny/config.json"}
+    names = {name: str(folder / file) for name, file in files.items()}
     fitting = [] if "--tokens" in arguments else ["--tokens", "600"]
     assert main(["inspect", *(names.get(x, x) for x in arguments), *fitting]) == 1
     printed, progress = capsys.readouterr()
@@ -391,11 +380,7 @@ def test_report_in_a_browser(folder: Path) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     command = [
         str(CHROMIUM),
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--window-size=1800,1200",
+        *["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1800,1200"],
         f"--user-data-dir={folder / 'profile'}",
         f"http://127.0.0.1:{server.server_port}/check.html",
     ]

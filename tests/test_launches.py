@@ -76,11 +76,8 @@ def test_every_preset_compiles_whole(preset: Callable[..., AnyPipeline], device:
 def test_a_graph_has_what_a_layer_asks_for(asked: dict[str, Any], device: str) -> None:
     q, k, v = inputs(device, 200)
     for pipeline in (PLAIN, bs.HeadGroups({(0,): PLAIN, (1,): None})):
-        compiled = torch.compile(
-            lambda q, k, v, pipeline=pipeline: pipeline(q, k, v, **asked).abs(),
-            fullgraph=True,
-            backend="aot_eager",
-        )
+        whole: Any = {"fullgraph": True, "backend": "aot_eager"}
+        compiled = torch.compile(lambda q, k, v, pipeline=pipeline: pipeline(q, k, v, **asked).abs(), **whole)
         assert torch.equal(compiled(q, k, v), pipeline(q, k, v, **asked).abs())
         torch.compiler.reset()
 
@@ -224,9 +221,7 @@ class _Watched(bs.Scorer[bs.GlobalPermutation, bs.BlockScores]):
     inner: bs.Scorer[bs.GlobalPermutation, bs.BlockScores]
     given: list[weakref.ref[Tensor]] = field(factory=list)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.GlobalPermutation, spec: bs.AttentionSpec
-    ) -> bs.BlockScores:
+    def __call__(self, q: Tensor, k: Tensor, permutation: Any, spec: bs.AttentionSpec) -> bs.BlockScores:
         scores = self.inner(q, k, permutation, spec)
         self.given.append(weakref.ref(scores.values))
         return scores
@@ -408,10 +403,8 @@ def test_a_dense_call_says_how_much_work_it_is(there: int, counted: str, monkeyp
     reason = bs.AutoExecutor(dense_below=3e11).dense_because(moved, k, v, asking(True))
     work = f"{2 * q.shape[1] * 5050 * (q.shape[3] + v.shape[3]):.1e}".replace("e+", "e")
     assert reason == "little work: fewer than 3.0e11 floating-point operations (dense_below)"
-    assert (
-        str(bs.AutoExecutor(dense_below=3e11).choose(moved, k, v, mask, asking(True)))
-        == f"dense attention runs: {reason}; it has {work}{counted}"
-    )
+    choice = bs.AutoExecutor(dense_below=3e11).choose(moved, k, v, mask, asking(True))
+    assert str(choice) == f"dense attention runs: {reason}; it has {work}{counted}"
     assert bs.AutoExecutor(dense_below=0).choose(moved, k, v, mask, asking(True)).dense_because is None
 
 

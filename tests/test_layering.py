@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.machine import python
 
 SOURCE = Path(__file__).parents[1] / "src" / "blocksparse"
 
@@ -39,10 +39,7 @@ def parsed(path: Path) -> ast.Module:
 @functools.cache
 def imports(path: Path) -> tuple[tuple[str, str], ...]:
     """What a file imports of ours, inside functions too: the module, and the name that is taken from it or ""."""
-    return tuple(_imports(path))
-
-
-def _imports(path: Path) -> Iterator[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
     for node in ast.walk(parsed(path)):
         if (
             isinstance(node, ast.ImportFrom)
@@ -51,9 +48,10 @@ def _imports(path: Path) -> Iterator[tuple[str, str]]:
         ):
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield (inner, "") if inner in MODULES else (str(node.module), alias.name)
+                found.append((inner, "") if inner in MODULES else (str(node.module), alias.name))
         elif isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "blocksparse")
+            found += ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "blocksparse")
+    return tuple(found)
 
 
 def part(module: str, depth: int) -> str:
@@ -104,15 +102,9 @@ def test_layers_are_those_of_the_modules() -> None:
     assert importing - {""} == MAY_IMPORT_KERNELS
 
 
-def test_no_imports_go_in_circles() -> None:
-    """Of modules, imports inside functions included."""
-    graph = {name: {to for to, _ in imports(path)} - {name} for name, path in MODULES.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
-
-
-@functools.cache
-def without_triton() -> list[str]:
-    """What a process without Triton prints: the host libraries that came with the package, and an error."""
+@pytest.mark.slow
+def test_a_process_without_triton() -> None:
+    """It imports no library of a host, nor Dynamo, which takes longer than all the rest."""
     code = (
         "import sys; sys.modules['triton'] = None; import blocksparse as bs;"
         "hosts = 'transformers', 'vllm', 'matplotlib', 'rich', 'diffusers', 'scipy', 'cattrs', 'torch._dynamo';"
@@ -120,23 +112,10 @@ def without_triton() -> list[str]:
         "x = torch.rand(1, 1, 32, 16); p = bs.pbs_attn(executor=bs.TritonExecutor());\n"
         "try: p(x, x, x)\nexcept ValueError as e: print(e)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return result.stdout.splitlines()
-
-
-@pytest.mark.slow
-def test_import_needs_no_triton_and_no_host() -> None:
-    """Nor a host library, which its own integration imports, nor Dynamo, which takes longer than all the rest."""
-    assert without_triton()[0] == "[]"
-
-
-@pytest.mark.slow
-def test_without_triton_the_executor_says_so() -> None:
-    assert "triton is not installed" in without_triton()[1]
-
-
-HOME = SOURCE / "launch" / "torch_private.py"
-HOME_OF_TRITON = SOURCE / "kernels" / "common" / "names_triton.py"
+    result = python(code)
+    hosts, error = result.stdout.splitlines()
+    assert hosts == "[]"
+    assert "triton is not installed" in error
 
 
 def is_private(dotted: str) -> bool:
@@ -165,9 +144,12 @@ def private_names(source: str, package: str) -> Iterator[str]:
                 yield f"{of_torch[root]}.{rest}"
 
 
-@pytest.mark.parametrize(("package", "home"), [("torch", HOME), ("triton", HOME_OF_TRITON)])
-def test_private_names_are_in_one_file(package: str, home: Path) -> None:
-    found = {path: [*private_names(path.read_text(), package)] for path in SOURCE.rglob("*.py") if path != home}
+@pytest.mark.parametrize(
+    ("package", "home"), [("torch", "launch/torch_private.py"), ("triton", "kernels/common/names_triton.py")]
+)
+def test_private_names_are_in_one_file(package: str, home: str) -> None:
+    paths = {*SOURCE.rglob("*.py")} - {SOURCE / home}
+    found = {path: [*private_names(path.read_text(), package)] for path in paths}
     assert not {path: names for path, names in found.items() if names}
 
 
@@ -187,7 +169,7 @@ import blocksparse
 
 @pytest.mark.slow
 def test_a_pytorch_without_them_is_named() -> None:
-    result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    result = python(WITHOUT)
     said = f"with PyTorch 2.11 and 2.13 to 2.15, and this is {torch.__version__}: no module named torch.utils"
     assert said in result.stderr
 
@@ -195,5 +177,5 @@ def test_a_pytorch_without_them_is_named() -> None:
 @pytest.mark.slow
 def test_importing_it_prints_nothing() -> None:
     """PyTorch logs a warning for each of its older names."""
-    result = subprocess.run([sys.executable, "-c", "import blocksparse"], capture_output=True, text=True)
+    result = python("import blocksparse")
     assert result.stdout + result.stderr == ""

@@ -18,18 +18,6 @@ from tests.specs import asked, grid_of
 
 # One for each way in which a kernel may take a wrong step: along a row, from row to row, from head to head.
 THREE = ("head dim not innermost", "every second token", "one head expanded")
-each_executor = pytest.mark.parametrize(
-    "executor",
-    [
-        bs.ReferenceExecutor(),
-        bs.TritonExecutor(),
-        *(
-            pytest.param(executor, marks=pytest.mark.slow)
-            for executor in (bs.GatherExecutor(0.1), bs.Int8Executor(False))
-        ),
-    ],
-    ids=stages.name,
-)
 SIZES: dict[str, Any] = {"B": 2, "Hq": 2, "Hkv": 2, "N": 20, "D": 16}
 
 
@@ -52,12 +40,13 @@ def contiguous(*tensors: Tensor) -> Any:
 @pytest.mark.usefixtures("_on_kernels")
 @pytest.mark.parametrize(
     ("moved", "layout"),
-    [
-        *(("keys", layout) for layout in LAYOUTS),
-        *(pytest.param("queries", layout, marks=pytest.mark.slow) for layout in THREE),
-    ],
+    [*(("keys", layout) for layout in LAYOUTS), *(("queries", layout) for layout in THREE)],
 )
-@each_executor
+@pytest.mark.parametrize(
+    "executor",
+    [bs.ReferenceExecutor(), bs.TritonExecutor(), bs.GatherExecutor(0.1), bs.Int8Executor(False)],
+    ids=stages.name,
+)
 def test_executors(executor: bs.Executor[Any, Any], layout: str, moved: str, device: str) -> None:
     q, k, v = (LAYOUTS[layout](x) for x in make_qkv(**SIZES, M=18, device=device))
     shuffled = stages.Shuffle()(q, k, bs.AttentionSpec(scale=0.25))
@@ -85,9 +74,7 @@ INDEX_LAYOUTS: dict[str, Any] = {
 @in_torch_and_kernels
 @pytest.mark.parametrize("layout", INDEX_LAYOUTS)
 @pytest.mark.parametrize(
-    "executor",
-    [bs.ReferenceExecutor(), bs.TritonExecutor(), pytest.param(bs.GatherExecutor(0.1), marks=pytest.mark.slow)],
-    ids=stages.name,
+    "executor", [bs.ReferenceExecutor(), bs.TritonExecutor(), bs.GatherExecutor(0.1)], ids=stages.name
 )
 def test_orders(executor: bs.Executor[Any, Any], layout: str, kernels: bool, device: str) -> None:
     """The grid, scores and outputs of maps that lie in any way; lengths of whole blocks, which nobody pads."""
@@ -126,11 +113,7 @@ IN_THREE = (
     ("selector", "layout"),
     [
         *(pytest.param(IN_ALL_LAYOUTS, layout, id=f"first-{layout}") for layout in LAYOUTS),
-        *(
-            pytest.param(selector, layout, id=f"{stages.name(selector)}-{layout}", marks=pytest.mark.slow)
-            for selector in IN_THREE
-            for layout in THREE
-        ),
+        *(pytest.param(x, layout, id=f"{stages.name(x)}-{layout}") for x in IN_THREE for layout in THREE),
     ],
 )
 def test_scores(selector: bs.Selector[Any, Any], layout: str, kernels: bool, device: str) -> None:

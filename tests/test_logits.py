@@ -34,13 +34,8 @@ or_window = pytest.mark.parametrize(
     "change", [*CHANGES, {"window": 20}], ids=("softcap", "sinks", "both", "window")
 )
 EXECUTORS: tuple[Any, ...] = (bs.ReferenceExecutor, bs.CpuExecutor)
-OTHERS: tuple[Any, ...] = (
-    bs.Int8Executor(fp8_pv=False),
-    bs.GatherExecutor(),
-    bs.FlexExecutor(),
-    bs.FlashAttention4Executor(),
-    bs.CudnnExecutor(),
-)
+PLAIN = bs.GatherExecutor(), bs.Int8Executor(fp8_pv=False), bs.FlashAttention4Executor(), bs.CudnnExecutor()
+OTHERS: tuple[Any, ...] = (*PLAIN, bs.FlexExecutor())
 PORTABLE = bs.TritonExecutor(bs.TritonTiles(16, 16, num_warps=4, num_stages=2))
 each_executor = pytest.mark.parametrize("make", EXECUTORS, ids=lambda make: make.__name__)
 
@@ -316,10 +311,6 @@ ORDERS: tuple[bs.Permuter[Any], ...] = (
 )
 
 
-def some_of_it(executor: bs.Executor[Any, Any], order: bs.Permuter[Any]) -> bs.Pipeline[Any, Any, Any]:
-    return bs.Pipeline(order, bs.NoScorer(16), SomeRows(), executor)
-
-
 def in_a_window(q: Tensor, k: Tensor, v: Tensor, window: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Hugging Face's rule over all pairs: `q_idx - window < kv_idx <= q_idx`."""
     query = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
@@ -335,8 +326,9 @@ def in_a_window(q: Tensor, k: Tensor, v: Tensor, window: int, dtype: torch.dtype
 )
 def test_the_law_for_compiled_kernels(executor: Any, D: int, order: Any, window: int, device: str) -> None:
     q, k, v = make_qkv(N=83, Hq=2, Hkv=1, D=D, dtype=torch.float32, device=device)
+    pipeline = bs.Pipeline(order, bs.NoScorer(16), SomeRows(), executor)
     for start in (0, 37):
-        trace = some_of_it(executor, order).trace(q[:, :, start:], k, v, scale=SCALE, window=window)
+        trace = pipeline.trace(q[:, :, start:], k, v, scale=SCALE, window=window)
         assert_means(trace.output, trace.permutation, trace.mask, SCALE, q[:, :, start:], k, v)
 
 
@@ -509,9 +501,7 @@ def test_a_window_makes_dense_work_less(monkeypatch: pytest.MonkeyPatch) -> None
 class Forgetful(bs.Scorer[bs.Permutation, bs.BlockScores]):
     """A scorer that makes a grid without the window of the call."""
 
-    def __call__(
-        self, q: Tensor, k: Tensor, permutation: bs.Permutation, spec: bs.AttentionSpec
-    ) -> bs.BlockScores:
+    def __call__(self, q: Tensor, k: Tensor, permutation: Any, spec: bs.AttentionSpec) -> bs.BlockScores:
         grid = bs.Grid.of(q, k, permutation, attrs.evolve(spec, window=None), q_block=64, k_block=64)
         return bs.BlockScores(torch.zeros(*q.shape[:2], grid.rows, grid.cols), grid)
 
@@ -519,12 +509,7 @@ class Forgetful(bs.Scorer[bs.Permutation, bs.BlockScores]):
 def test_what_knows_no_window_says_so() -> None:
     q, k, v = make_qkv(N=100, D=64, dtype=torch.float16)
     everything = bs.Pipeline(bs.Identity(), bs.NoScorer(64), bs.Ranked(bs.Everything()), bs.ReferenceExecutor())
-    executors: tuple[Any, ...] = (
-        bs.GatherExecutor(),
-        bs.Int8Executor(fp8_pv=False),
-        bs.FlashAttention4Executor(),
-        bs.CudnnExecutor(),
-    )
+    executors: tuple[Any, ...] = PLAIN
     for executor in executors:
         no_window = "it knows no sliding window, and this call has one of 40 tokens"
         with pytest.raises(ValueError, match=no_window) as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,7 @@ from attrs import evolve
 from torch import Tensor
 
 import blocksparse as bs
-from blocksparse.execute import packages as cudnn
-from blocksparse.execute import packages as flash_attention_4
+from blocksparse.execute import packages
 from blocksparse.execute.packages import not_importable
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests.machine import HOPPER
@@ -48,9 +48,11 @@ def stand_in(
     return {"o_tensor": out, "lse_tensor": lse}
 
 
-def traced(permuter: bs.Permuter[Any], selector: bs.Selector[Any, Any], **sizes: Any) -> bs.Trace[Any, Any, Any]:
-    pipeline: Any = bs.Pipeline(permuter, bs.MeanPoolScorer(64), selector, bs.ReferenceExecutor())
-    return pipeline.trace(*make_qkv(**sizes), causal=False)  # type: ignore[no-any-return]
+def traced(
+    permuter: Any, selector: Any, *, block: int = 64, causal: bool = False, **sizes: Any
+) -> bs.Trace[Any, Any, Any]:
+    pipeline: Any = bs.Pipeline(permuter, bs.MeanPoolScorer(block), selector, bs.ReferenceExecutor())
+    return pipeline.trace(*make_qkv(**sizes), causal=causal)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("permuter", [bs.Identity(), Shuffle()], ids=str)
@@ -67,7 +69,7 @@ def test_the_lists_mean_the_mask(permuter: Any, shared: bool, monkeypatch: pytes
     keep = trace.mask.keep.clone()
     keep[:, 0, 1] = False  # a row without blocks
     mask = evolve(trace.mask, keep=keep)
-    got = cudnn.attend_by_cudnn(trace.q, trace.k, trace.v, mask, trace.spec.scale)
+    got = packages.attend_by_cudnn(trace.q, trace.k, trace.v, mask, trace.spec.scale)
     want = bs.ReferenceExecutor()(trace.q, trace.k, trace.v, mask, trace.spec)
     torch.testing.assert_close(got.out, want.out)
     torch.testing.assert_close(got.lse, want.lse)
@@ -107,7 +109,7 @@ def test_each_architecture_has_its_heads(
         torch.zeros(1, heads, 128, D, dtype=dtype)
         for heads, D in ((2, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]))
     )
-    assert len(cudnn._wrong_heads(q, k, v, block, major)) == count
+    assert len(packages._wrong_heads(q, k, v, block, major)) == count
 
 
 needs_cudnn = pytest.mark.skipif(
@@ -148,19 +150,7 @@ RUNS = INSTALLED and torch.cuda.is_available() and torch.cuda.get_device_capabil
 needs_it = pytest.mark.skipif(not RUNS, reason="needs flash-attn-4 and a GPU that it has block-sparse kernels for")
 
 
-def trace_of(
-    permuter: bs.Permuter[Any],
-    selector: bs.Selector[Any, Any],
-    *,
-    block: int = 128,
-    causal: bool = True,
-    **sizes: Any,
-) -> bs.Trace[Any, Any, Any]:
-    q, k, v = make_qkv(**sizes)
-    pipeline: bs.Pipeline[Any, Any, Any] = bs.Pipeline(
-        permuter, bs.MeanPoolScorer(block), selector, bs.ReferenceExecutor()
-    )
-    return pipeline.trace(q, k, v, causal=causal)
+trace_of = partial(traced, block=128, causal=True)
 
 
 @pytest.mark.skipif(INSTALLED, reason="is installed")
@@ -197,7 +187,7 @@ def test_it_names_sizes_without_tiles(
     q, k, _ = make_qkv(N=300)
     grid = grid_of(q, k, blocks[0], blocks[1])
     mask = bs.BlockMask(grid.visible.expand(grid.batch, grid.q_heads, -1, -1), grid)
-    assert len(flash_attention_4._wrong_sizes(*dims, mask, hopper=hopper)) == count
+    assert len(packages._wrong_sizes(*dims, mask, hopper=hopper)) == count
 
 
 def assert_equal(trace: bs.Trace[Any, Any, Any], mask: bs.BlockMask) -> None:

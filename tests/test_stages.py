@@ -228,11 +228,9 @@ def test_a_causal_last_q_does_not_vote_on_the_future() -> None:
     k = torch.zeros(1, 1, 4, 1)
     k[0, 0, 3] = 5.0
     q = torch.ones(1, 1, 4, 1)
-    causal = bs.SegmentKeySort(2, last_q=4)
-    assert not torch.equal(
-        causal._importance(q, k, bs.AttentionSpec(scale=1.0)),
-        causal._importance(q, k, bs.AttentionSpec(scale=1.0, causal=False)),
-    )
+    order = bs.SegmentKeySort(2, last_q=4)
+    specs = (bs.AttentionSpec(scale=1.0, causal=causal) for causal in (True, False))
+    assert not torch.equal(*(order._importance(q, k, spec) for spec in specs))
 
 
 def test_permutation_round_trip() -> None:
@@ -407,10 +405,7 @@ def test_a_call_is_then_dense_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # What the papers' released codes got wrong, where no stage's own test holds it
 
 
-PRESETS = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
-
-
-@PRESETS
+@pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 def test_density_is_the_same_count_everywhere(preset: Any, device: str) -> None:
     """Pairs in visited blocks over the pairs that dense attention visits, a tail by its tokens."""
     q, k, v = make_qkv(N=1000, D=32)

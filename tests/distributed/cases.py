@@ -25,37 +25,32 @@ from tests.distributed.watched import compare
 Case = Callable[[DeviceMesh], None]
 Make = Callable[[AnyPipeline, DeviceMesh], Scheme]
 
+
+def in_place(scorer: bs.Scorer[Any, Any], selector: bs.Selector[Any, Any]) -> AnyPipeline:
+    return bs.Pipeline(bs.Identity(), scorer, selector, bs.CpuExecutor())
+
+
 PBS: AnyPipeline = bs.pbs_attn(0.7, block=16, S=32)
 PER_HEAD: AnyPipeline = bs.mean_pooling([0.4, 0.9, 0.6, 0.7], block=16)
-BFLA: AnyPipeline = bs.Pipeline(
-    bs.Identity(),
+BFLA = in_place(
     bs.FlattenMaxPoolScorer(32, 8),
     bs.Refined(bs.SharedByGroup(bs.TopCdf(0.5)), 2) | bs.OnTiles(bs.Band(8) | bs.Stride(3), 2),
-    bs.CpuExecutor(),
 )
-DRAWN: AnyPipeline = bs.Pipeline(
-    bs.Identity(), bs.PrefixOrderScorer(16), bs.TopCdf(0.3) | (bs.Random(0.2) | bs.Stride(5)), bs.CpuExecutor()
-)
-QUERIES_SORTED: AnyPipeline = bs.Pipeline(
-    bs.SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, last_q=70)),
-    bs.MeanPoolScorer(16),
-    bs.TopK(share=0.4) & bs.TopCdf(0.9),
-    bs.CpuExecutor(),
+DRAWN = in_place(bs.PrefixOrderScorer(16), bs.TopCdf(0.3) | (bs.Random(0.2) | bs.Stride(5)))
+QUERIES_SORTED: AnyPipeline = attrs.evolve(
+    in_place(bs.MeanPoolScorer(16), bs.TopK(share=0.4) & bs.TopCdf(0.9)),
+    permuter=bs.SegmentQuerySort(32, block=16, keys=bs.SegmentKeySort(32, last_q=70)),
 )
 STOPS_EARLY: AnyPipeline = bs.s2o(0.1, S=32, block=16, band=40)
 NOT_CAUSAL: AnyPipeline = bs.sparge(0.6, block=16, k_block=16)
 
 
-def ulysses(pipeline: AnyPipeline, mesh: DeviceMesh, **options: Any) -> Scheme:
-    return Ulysses(pipeline, mesh, "ranks", **options)
+def over_ranks(kind: Any, pipeline: AnyPipeline, mesh: DeviceMesh, **options: Any) -> Scheme:
+    made: Scheme = kind(pipeline, mesh, "ranks", **options)
+    return made
 
 
-def gathered(pipeline: AnyPipeline, mesh: DeviceMesh, **options: Any) -> Scheme:
-    return AllGatherKV(pipeline, mesh, "ranks", **options)
-
-
-def ring(pipeline: AnyPipeline, mesh: DeviceMesh, **options: Any) -> Scheme:
-    return Ring(pipeline, mesh, "ranks", **options)
+ulysses, gathered, ring = (partial(over_ranks, kind) for kind in (Ulysses, AllGatherKV, Ring))
 
 
 def equal(make: Make, pipeline: AnyPipeline, *, causal: bool = True, **sizes: Any) -> Case:
@@ -174,15 +169,9 @@ def benchmarked(mesh: DeviceMesh) -> None:
         assert len(table(rows).strip().splitlines()) == 2 + len(rows)
 
 
-ENDS: AnyPipeline = bs.Pipeline(
-    bs.Identity(),
-    bs.MeanPoolScorer(16),
-    bs.TopCdf(0.3) | (bs.Band(8) | bs.LastQueries(40)) | bs.LastKeys(20) | bs.DecayingTopK(3),
-    bs.CpuExecutor(),
-)
-TEXT: AnyPipeline = bs.Pipeline(
-    bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.3) | bs.LastKeys(20) | bs.LastQueries(20), bs.CpuExecutor()
-)
+_KEPT: Any = bs.TopCdf(0.3) | (bs.Band(8) | bs.LastQueries(40)) | bs.LastKeys(20) | bs.DecayingTopK(3)
+ENDS = in_place(bs.MeanPoolScorer(16), _KEPT)
+TEXT = in_place(bs.MeanPoolScorer(16), bs.TopCdf(0.3) | bs.LastKeys(20) | bs.LastQueries(20))
 SCHEMES: tuple[Any, ...] = (Ulysses, AllGatherKV, Ring)
 
 

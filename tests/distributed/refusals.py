@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from attrs import evolve
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import blocksparse as bs
@@ -17,13 +18,13 @@ from blocksparse.distributed import AllGatherKV, Ring, Ulysses
 from blocksparse.distributed.scheme import Scheme
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
-from tests.distributed.cases import BFLA, PBS, STOPS_EARLY, Case, Dense
+from tests.distributed.cases import BFLA, PBS, STOPS_EARLY, Case, Dense, in_place
 
 Error = type[Exception]
 POOLED: AnyPipeline = bs.mean_pooling(block=16)
 
 
-def refused(error: Error, words: str, call: Callable[[DeviceMesh], object]) -> Case:
+def refused(words: str, call: Callable[[DeviceMesh], object], error: Error = ValueError) -> Case:
     """A case: the call is refused with an error that has these words, on one line."""
 
     def case(mesh: DeviceMesh) -> None:
@@ -64,10 +65,8 @@ def on_rank_1(**changed: Any) -> Case:
     """A case: rank 1 makes another call than rank 0, and both say so."""
 
     def case(mesh: DeviceMesh) -> None:
-        rank, arguments = (
-            mesh.get_local_rank("ranks"),
-            {"N": 32, **(changed if mesh.get_local_rank("ranks") else {})},
-        )
+        rank = mesh.get_local_rank("ranks")
+        arguments = {"N": 32, **(changed if rank else {})}
         options = {
             name: arguments.pop(name) for name in ("causal", "scale", "remaining", "softcap") if name in arguments
         }
@@ -83,11 +82,7 @@ def on_rank_1(**changed: Any) -> Case:
 def one_rank_is_refused(mesh: DeviceMesh) -> None:
     """The rank whose inputs are refused says why, and the other that it has."""
     rank, (q, k, v) = mesh.get_local_rank("ranks"), make_qkv(N=32)
-    for scheme in (
-        Ulysses(POOLED, mesh, "ranks"),
-        AllGatherKV(POOLED, mesh, "ranks"),
-        Ring(POOLED, mesh, "ranks"),
-    ):
+    for scheme in (kind(POOLED, mesh, "ranks") for kind in (Ulysses, AllGatherKV, Ring)):
         if rank == 1:
             with pytest.raises(ValueError, match="'k' must have the head dim of 'q'"):
                 scheme(q, k[..., :8], v)
@@ -101,9 +96,10 @@ def uneven_head_and_tail(mesh: DeviceMesh) -> object:
     return AllGatherKV(POOLED, mesh, "ranks", head_tail=True)(q, k, v)
 
 
-def inside_blocks(mesh: DeviceMesh) -> object:
-    q, k, v = make_qkv(N=72)
-    return AllGatherKV(POOLED, mesh, "ranks")(q, k, v)
+def around_a_ring(_: DeviceMesh) -> object:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "ranks"))
+    scheme = Ulysses(Ring(PBS, mesh, "ranks"), mesh, "one")
+    return scheme(*make_qkv(N=64), sequences=bs.Sequences.packed([30, 34]))
 
 
 class NoLse(Dense):
@@ -114,11 +110,8 @@ class NoLse(Dense):
 
 
 def without_lse(kind: type[Scheme]) -> Callable[[DeviceMesh], object]:
-    def call(mesh: DeviceMesh) -> object:
-        q, k, v = make_qkv(N=64)
-        return kind(attrs.evolve(POOLED, executor=NoLse(0)), mesh, "ranks").with_lse(q, k, v)
-
-    return call
+    pipeline = evolve(POOLED, executor=NoLse(0))
+    return lambda mesh: kind(pipeline, mesh, "ranks").with_lse(*make_qkv(N=64))
 
 
 @attrs.frozen(eq=False)
@@ -130,177 +123,139 @@ class OwnSelector(bs.Selector[bs.BlockScores, bs.BlockMask]):
 
 
 def pipeline(selector: bs.Selector[Any, Any], scorer: bs.Scorer[Any, Any] | None = None) -> AnyPipeline:
-    return bs.Pipeline(bs.Identity(), scorer or bs.MeanPoolScorer(16), selector, bs.CpuExecutor())
+    return in_place(scorer or bs.MeanPoolScorer(16), selector)
 
 
 BY_VALUES = bs.OutputAwareScorer(4, block=16, lengths=(1.0, 0.2))
 
 REFUSED: dict[str, Case] = {
     "no such dimension": refused(
-        ValueError, "the mesh has no dimension 'sp'. It has 'ranks'", lambda mesh: Ulysses(PBS, mesh, "sp")
+        "the mesh has no dimension 'sp'. It has 'ranks'", lambda mesh: Ulysses(PBS, mesh, "sp")
     ),
-    "a number": refused(TypeError, "'dim' must be the name", lambda mesh: Ring(PBS, mesh, 0)),  # type: ignore[arg-type]
-    "no mesh": refused(TypeError, "'mesh' must be a DeviceMesh", lambda _: Ring(PBS, "cpu", "x")),  # type: ignore[arg-type]
+    "a number": refused(
+        "'dim' must be the name", lambda mesh: Ring(PBS, mesh, 0), TypeError  # type: ignore[arg-type]
+    ),
+    "no mesh": refused(
+        "'mesh' must be a DeviceMesh", lambda _: Ring(PBS, "cpu", "x"), TypeError  # type: ignore[arg-type]
+    ),
     "no pipeline": refused(
-        TypeError, "must be a Pipeline", lambda mesh: AllGatherKV(Ring(PBS, mesh, "ranks"), mesh, "ranks")
+        "must be a Pipeline", lambda mesh: AllGatherKV(Ring(PBS, mesh, "ranks"), mesh, "ranks"), TypeError
     ),
     "one dimension twice": refused(
-        ValueError, "along another dimension", lambda mesh: Ulysses(Ring(PBS, mesh, "ranks"), mesh, "ranks")
+        "along another dimension", lambda mesh: Ulysses(Ring(PBS, mesh, "ranks"), mesh, "ranks")
     ),
     "packed by a list": refused(
-        TypeError,
         "'sequences' must be a Sequences or None: list",
         lambda mesh: Ulysses(PBS, mesh, "ranks")(*make_qkv(N=64), sequences=[64, 64]),  # type: ignore[arg-type]
+        TypeError,
     ),
     "packed otherwise": refused(
-        ValueError,
         "The lengths of packed sequences must sum to the tokens",
-        lambda mesh: Ulysses(PBS, mesh, "ranks")(
-            *(x.tensor_split(2, 2)[mesh.get_local_rank("ranks")] for x in make_qkv(N=64)),
-            sequences=bs.Sequences.packed([30, 33]),
-        ),
+        call_of(lambda mesh: partial(Ulysses(PBS, mesh, "ranks"), sequences=bs.Sequences.packed([30, 33])), N=64),
     ),
-    "packed around a scheme": refused(
-        ValueError,
-        "'sequences' are for a Ulysses around a pipeline",
-        lambda _: Ulysses(
-            Ring(PBS, init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "ranks")), "ranks"),
-            init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "ranks")),
-            "one",
-        )(*make_qkv(N=64), sequences=bs.Sequences.packed([30, 34])),
-    ),
+    "packed around a scheme": refused("'sequences' are for a Ulysses around a pipeline", around_a_ring),
     "three heads": refused(
-        ValueError,
         "3 query heads and 3 KV heads cannot be spread evenly over 2 ranks",
         call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), Hq=3, Hkv=3),
     ),
     "split heads with one order": refused(
-        ValueError, "per_query_head=True", call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), Hkv=1)
+        "per_query_head=True", call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), Hkv=1)
     ),
     "split heads with one mask": refused(
-        ValueError, "'SharedByGroup' joins", call_of(lambda mesh: Ulysses(BFLA, mesh, "ranks"), Hkv=1)
+        "'SharedByGroup' joins", call_of(lambda mesh: Ulysses(BFLA, mesh, "ranks"), Hkv=1)
     ),
     "draws by head": refused(
-        ValueError,
         "'Random' needs the index of the KV head",
         call_of(lambda mesh: Ulysses(pipeline(bs.Random(0.5)), mesh, "ranks")),
     ),
     "density of other heads": refused(
-        ValueError,
         r"'density' must have one entry per query head \(4\): 3",
         call_of(lambda mesh: Ulysses(PBS, mesh, "ranks", density=[1, 2, 3])),
     ),
     "options of other heads": refused(
-        ValueError,
         r"a per-head value needs one entry per query head \(4\): 2",
         call_of(lambda mesh: Ulysses(bs.mean_pooling([0.5, 0.6], block=16), mesh, "ranks")),
     ),
     "last queries": refused(
-        ValueError,
         "'VerticalSlashScorer' scores by the last queries of a call, .*. Use Ulysses",
         gather(bs.minference(block=16)),
     ),
-    "budget of a head": refused(
-        ValueError, "'GlobalTopCdf' has one budget for all rows", gather(pipeline(bs.GlobalTopCdf()))
-    ),
-    "own stage": refused(
-        ValueError, "OwnSelector does not say where queries may be cut", gather(pipeline(OwnSelector()))
-    ),
+    "budget of a head": refused("'GlobalTopCdf' has one budget for all rows", gather(pipeline(bs.GlobalTopCdf()))),
+    "own stage": refused("OwnSelector does not say where queries may be cut", gather(pipeline(OwnSelector()))),
     "own stage in a union": refused(
-        ValueError, "OwnSelector does not say where", gather(pipeline(bs.TopK(1) | OwnSelector()))
+        "OwnSelector does not say where", gather(pipeline(bs.TopK(1) | OwnSelector()))
     ),
-    "share of all keys": refused(
-        ValueError, "'of_all_keys'", gather(pipeline(bs.TopK(share=0.5, of_all_keys=True)))
-    ),
+    "share of all keys": refused("'of_all_keys'", gather(pipeline(bs.TopK(share=0.5, of_all_keys=True)))),
     "mean of all keys": refused(
-        ValueError,
         "'smooth_k'",
         gather(pipeline(bs.TopK(1), bs.SimilarityGatedScorer(bs.MeanPoolScorer(16), 0.5, smooth_k=True))),
     ),
     "ways out of heads that Ulysses refuses": refused(
-        ValueError,
         "which only its last part has. Give a pipeline that chooses in each row of blocks by itself, as auto",
         gather(bs.minference(block=16), Hq=3, Hkv=3),
     ),
     "ring of values": refused(
-        ValueError,
         "OutputAwareScorer scores blocks by values, .*. Use AllGatherKV",
         call_of(lambda mesh: Ring(pipeline(bs.TopK(1), BY_VALUES), mesh, "ranks")),
     ),
     "ranks at other places of a prompt": on_rank_1(remaining=5),
-    "rows of a chunk": refused(
-        ValueError, "'Stride' with 'released'", gather(pipeline(bs.Stride(3, released=True)))
-    ),
+    "rows of a chunk": refused("'Stride' with 'released'", gather(pipeline(bs.Stride(3, released=True)))),
     "band without positions": refused(
-        ValueError, "'Band' needs the positions of queries", gather(pipeline(bs.Band(3)), causal=False)
+        "'Band' needs the positions of queries", gather(pipeline(bs.Band(3)), causal=False)
     ),
     "order of a video": refused(
-        ValueError,
         "'HilbertOrder' orders all queries of a call together",
         gather(bs.sparge(order=bs.HilbertOrder((2, 8, 8)), block=16, k_block=16), causal=False),
     ),
     "cut inside a block": refused(
-        ValueError, "shards of queries must begin at multiples of 16 tokens", inside_blocks
+        "shards of queries must begin at multiples of 16 tokens",
+        lambda mesh: AllGatherKV(POOLED, mesh, "ranks")(*make_qkv(N=72)),
     ),
     "head and tail of other lengths": refused(
-        ValueError, "head-tail shards must be pieces of one length", uneven_head_and_tail
+        "head-tail shards must be pieces of one length", uneven_head_and_tail
     ),
     "more queries than keys": refused(
-        ValueError, "Nq=130, Nk=128 over all ranks", call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), M=130)
+        "Nq=130, Nk=128 over all ranks", call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), M=130)
     ),
     "too few tokens": refused(
-        ValueError,
         "20 tokens are too few for 4 pieces over 2 ranks",
         lambda mesh: AllGatherKV(POOLED, mesh, "ranks", head_tail=True).shard(torch.arange(20), 0),
     ),
-    "ring of own orders": refused(
-        ValueError, "its own order", lambda mesh: Ring(STOPS_EARLY, mesh, "ranks")
-    ),
+    "ring of own orders": refused("its own order", lambda mesh: Ring(STOPS_EARLY, mesh, "ranks")),
     "ring that stops early": refused(
-        ValueError,
         "visits all blocks of a row in one order",
-        lambda mesh: Ring(
-            bs.Pipeline(
-                bs.Identity(), bs.MeanPoolScorer(16), bs.Ranked(bs.TopK(2)), bs.GatherExecutor(0.1)
-            ), mesh, "ranks"
-        ),
+        lambda mesh: Ring(evolve(pipeline(bs.Ranked(bs.TopK(2))), executor=bs.GatherExecutor(0.1)), mesh, "ranks"),
     ),
     "ring with sinks": refused(
-        ValueError,
         "the call has sinks, and a ring, .* would count them each time. Use AllGatherKV",
         call_of(lambda mesh: partial(Ring(POOLED, mesh, "ranks"), sinks=3.0)),
     ),
     **{
         f"{scheme.__name__} with a window": refused(
-            ValueError,
             "the call has a sliding window of 40 tokens, and no scheme supports windows",
             call_of(windowed(scheme)),
         )
         for scheme in (Ulysses, AllGatherKV, Ring)
     },
     "with a window in a graph": refused(
-        ValueError,
-        "no scheme supports windows",
-        call_of(lambda mesh: torch.compile(windowed(Ring)(mesh), backend="eager")),
+        "no scheme supports windows", call_of(lambda mesh: torch.compile(windowed(Ring)(mesh), backend="eager"))
     ),
     **{
         f"packed, {name} of {kind.__name__}": refused(
-            TypeError,
             r"'sequences' are for a plain call of a Ulysses, .* or call once for each prompt\.",
             call_of(packed_over(kind, name)),
+            TypeError,
         )
         for kind, name in (
             (AllGatherKV, "__call__"), (Ring, "with_lse"), (Ulysses, "with_lse"), (Ulysses, "measured")
         )
     },
     "ring of a chunk inside a block": refused(
-        ValueError,
-        "must begin at a multiple of 16 tokens",
-        call_of(lambda mesh: Ring(POOLED, mesh, "ranks"), M=60),
+        "must begin at a multiple of 16 tokens", call_of(lambda mesh: Ring(POOLED, mesh, "ranks"), M=60)
     ),
-    "ulysses without lse": refused(ValueError, "NoLse gives no lse for tensors on cpu", without_lse(Ulysses)),
-    "gathered without lse": refused(ValueError, "NoLse gives no lse for tensors on cpu", without_lse(AllGatherKV)),
-    "ring without lse": refused(ValueError, "NoLse gives no lse .* by which a ring merges", without_lse(Ring)),
+    "ulysses without lse": refused("NoLse gives no lse for tensors on cpu", without_lse(Ulysses)),
+    "gathered without lse": refused("NoLse gives no lse for tensors on cpu", without_lse(AllGatherKV)),
+    "ring without lse": refused("NoLse gives no lse .* by which a ring merges", without_lse(Ring)),
     "ranks with other sizes": on_rank_1(D=32),
     "ranks with other scales": on_rank_1(scale=0.5),
     "ranks with other causality": on_rank_1(causal=False),

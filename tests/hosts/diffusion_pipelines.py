@@ -49,7 +49,7 @@ def bools(given: Given) -> Given:
 
 
 SHIFTED = flow(use_dynamic_shifting=True)
-SECOND = "text_encoder_2", "tokenizer_2"
+SECOND, THIRD = (("text_encoder_2", "tokenizer_2"), ("text_encoder_3", "tokenizer_3"))
 PIPELINES: dict[str, Callable[[Any], Made]] = {
     "wan": of("WanPipeline", flow(shift=3.0), lambda: guided() | VIDEO),
     "ltx": of(
@@ -72,12 +72,5 @@ PIPELINES: dict[str, Callable[[Any], Made]] = {
         flow(invert_sigmas=True),
         lambda: guided() | bools(masks("prompt_attention_mask")) | VIDEO | {"num_frames": 13},
     ),
-    "sd3": of(
-        "StableDiffusion3Pipeline",
-        flow(shift=3.0),
-        lambda: guided(pooled=True) | PICTURE,
-        *SECOND,
-        "text_encoder_3",
-        "tokenizer_3",
-    ),
+    "sd3": of("StableDiffusion3Pipeline", flow(shift=3.0), lambda: guided(pooled=True) | PICTURE, *SECOND, *THIRD),
 }

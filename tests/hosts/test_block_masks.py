@@ -84,13 +84,8 @@ def test_full_blocks_need_not_be_listed_apart() -> None:
     q, k, _ = make_qkv(Hq=2, Hkv=1, N=72, D=16)
     whole = made(causal_blocks)
     both = whole.to_dense()
-    alone = FlexBlockMask.from_kv_blocks(
-        both.sum(-1, dtype=torch.int32),
-        both.int().argsort(dim=-1, descending=True, stable=True).int(),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=causal_blocks,
-        seq_lengths=(72, 72),
-    )
+    lists = both.sum(-1, dtype=torch.int32), both.int().argsort(dim=-1, descending=True, stable=True).int()
+    alone = FlexBlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=causal_blocks, seq_lengths=(72, 72))
     assert alone.full_kv_num_blocks is None
     expected = from_flex(whole, q, k, causal=True).keep
     assert torch.equal(from_flex(alone, q, k, causal=True).keep, expected)
@@ -181,10 +176,7 @@ def test_a_mask_without_partial_blocks() -> None:
 def test_rows_with_orders_of_their_own_are_refused(to_other: Any) -> None:
     """Kernels of others read keys in one order, and would read those of the first rows in all of them."""
     q, k, _ = make_qkv(Hq=2, Hkv=2, N=96, D=16)
-    mask = (
-        bs.Pipeline(bs.GlobalIndexMap(32), bs.NoScorer(block=BLOCK), bs.Everything(), bs.CpuExecutor())
-        .choose(q, k)
-        .mask
-    )
+    pipeline = bs.Pipeline(bs.GlobalIndexMap(32), bs.NoScorer(block=BLOCK), bs.Everything(), bs.CpuExecutor())
+    mask = pipeline.choose(q, k).mask
     with pytest.raises(ValueError, match="takes keys in one order, and rows of this mask have"):
         to_other(mask)

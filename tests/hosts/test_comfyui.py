@@ -41,11 +41,8 @@ def nodes() -> Any:
 def _small_blocks(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-ins have a hundred tokens, which are one block of a preset."""
     presets = sys.modules[nodes.__name__ + ".node"].PRESETS
-    monkeypatch.setitem(
-        presets,
-        "small",
-        lambda share: Pipeline(HilbertOrder(), MeanPoolScorer(16), TopK(share=share), ReferenceExecutor()),
-    )
+    stages = HilbertOrder(), MeanPoolScorer(16), ReferenceExecutor()
+    monkeypatch.setitem(presets, "small", lambda share: Pipeline(*stages[:2], TopK(share=share), stages[2]))
 
 
 def patched(nodes: Any, model: Patcher, **changed: Any) -> Patcher:
@@ -66,11 +63,8 @@ def patched(nodes: Any, model: Patcher, **changed: Any) -> Patcher:
 
 def wan() -> tuple[Patcher, dict[str, Any]]:
     torch.manual_seed(0)
-    return Patcher(Wan().eval()), {
-        "x": torch.randn(2, 4, 3, 8, 12),
-        "sigmas": SIGMAS,
-        "context": torch.randn(2, 7, 32),
-    }
+    given = {"x": torch.randn(2, 4, 3, 8, 12), "sigmas": SIGMAS, "context": torch.randn(2, 7, 32)}
+    return Patcher(Wan().eval()), given
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> list[bool]:

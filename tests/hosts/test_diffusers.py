@@ -331,12 +331,8 @@ def test_a_timestep_may_be_a_number() -> None:
 
 def test_choices_last() -> None:
     """For three steps each half of guidance attends to what it chose; a dense step before them does not count."""
-    model, inputs, recorder, executor = (
-        made(CASES["wan"]),
-        given(CASES["wan"], SMALL),
-        DensityRecorder(),
-        ByReference(),
-    )
+    model, inputs = made(CASES["wan"]), given(CASES["wan"], SMALL)
+    recorder, executor = DensityRecorder(), ByReference()
     other, ages = given(CASES["wan"], SMALL), []
     with attached(model, watched(executor), dense_steps=(0,), choose_every=3, recorder=recorder):
         for timestep in (900.0, 800.0, 700.0, 600.0, 500.0, 400.0, 900.0, 300.0):
@@ -988,15 +984,8 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
 def test_ulysses() -> None:
     """Two ranks give what one gives, sparse too: each has the whole grid, and text lies between its parts."""
     root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), *sys.path])
-    printed = subprocess.run(
-        [sys.executable, "-m", "tests.hosts.ulysses"],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.hosts.ulysses"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=root, env=env, timeout=300, check=False)
     assert printed.returncode == 0, printed.stderr[-3000:]
     assert printed.stdout.count("as one rank") == 2 * 2

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import python
 
 ASSEMBLE = Path(__file__).parents[2] / "integrations" / "kernels" / "assemble.py"
 
@@ -49,8 +50,6 @@ def test_it_loads_beside_the_installed_package(load: str, tmp_path: Path) -> Non
     if load is BY_KERNELS:
         pytest.importorskip("kernels", reason="`kernels` is not installed; make test-torch installs it")
     subprocess.run([sys.executable, str(ASSEMBLE), str(tmp_path)], check=True)
-    result = subprocess.run(
-        [sys.executable, "-c", USE.replace("LOAD", load), str(tmp_path)], capture_output=True, text=True
-    )
+    result = python(USE.replace("LOAD", load), str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("blocksparse_cpu_" if load is BY_KERNELS else "some_other_name")

@@ -75,6 +75,13 @@ def attended(attend: Any, q: Tensor, cache: Cache, slots: Tensor, batch: Any, sc
     return torch.cat(rows)
 
 
+UNSET = (
+    "req_pool_indices_cpu", "orig_seq_lens", "out_cache_loc_virtual", "extend_logprob_start_lens_cpu", "lora_ids",
+    "rids", "mm_inputs", "encoder_lens", "cross_attention_custom_mask", "multi_item_delimiter_indices",
+    "_attn_output",
+)  # fmt: skip
+
+
 def forward_batch(queries: list[int], contexts: list[int], slots: Tensor, **changed: Any) -> Any:
     requests = list(range(len(queries)))[::-1]
     keys = [context + count for context, count in zip(contexts, queries, strict=True)]
@@ -85,27 +92,16 @@ def forward_batch(queries: list[int], contexts: list[int], slots: Tensor, **chan
         "input_ids": torch.arange(sum(queries)),
         "positions": torch.arange(sum(queries)),
         "req_pool_indices": torch.tensor(requests),
-        "req_pool_indices_cpu": None,
         "seq_lens": torch.tensor(keys),
         "seq_lens_cpu": torch.tensor(keys),
-        "orig_seq_lens": None,
         "out_cache_loc": loc,
-        "out_cache_loc_virtual": None,
         "extend_seq_lens": torch.tensor(queries, dtype=torch.int32),
         "extend_prefix_lens": torch.tensor(contexts, dtype=torch.int32),
         "extend_start_loc": torch.zeros(len(queries), dtype=torch.int32),
         "extend_seq_lens_cpu": queries,
         "extend_prefix_lens_cpu": contexts,
-        "extend_logprob_start_lens_cpu": None,
-        "lora_ids": None,
-        "rids": None,
-        "mm_inputs": None,
-        "encoder_lens": None,
-        "cross_attention_custom_mask": None,
-        "multi_item_delimiter_indices": None,
-        "_attn_output": None,
     }
-    return SimpleNamespace(**fields | changed)
+    return SimpleNamespace(**dict.fromkeys(UNSET) | fields | changed)
 
 
 class Engine:
@@ -126,16 +122,9 @@ class Engine:
         self.stock, self.rest = Stock(self.cache, self.slots), Stock(self.cache, self.slots)
         settings = Settings((), min_tokens=100, min_queries=16, dense_below=0)
         worth = Worth.of(0, torch.empty(()), heads=HQ, kv_heads=HKV, head_dim=D)
-        self.prefill = SparseExtend(
-            stock=self.stock.forward_extend,
-            rests=[self.rest],
-            layers={},
-            kinds=Kinds.of([pipeline], settings, worth),
-            recorder=self.recorder,
-            slots=self.slots,
-            cache=self.cache,
-            write_loc=lambda batch, layer: batch.out_cache_loc,
-        )
+        made: Any = {"stock": self.stock.forward_extend, "rests": [self.rest], "recorder": self.recorder}
+        made |= {"slots": self.slots, "cache": self.cache, "write_loc": lambda batch, layer: batch.out_cache_loc}
+        self.prefill = SparseExtend(layers={}, kinds=Kinds.of([pipeline], settings, worth), **made)
 
     def __call__(self, attention: PagedAttention | str | None = None, **options: Any) -> Tensor:
         # A module of SGLang can be a key, a SimpleNamespace cannot.

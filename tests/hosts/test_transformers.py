@@ -66,6 +66,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=12),
@@ -79,13 +80,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=LAYERS, n_head=HEADS),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": HEADS},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=6,
-        first_k_dense_replace=LAYERS,
+        **SIZES | LATENT | {"num_key_value_heads": HEADS, "first_k_dense_replace": LAYERS}
     ),
 }
 SPARSE_MODELS = ("llama", "qwen3", "deepseek_v3")
@@ -259,16 +254,13 @@ def test_generate_gives_the_same_tokens(name: str, how: dict[str, Any]) -> None:
 # ---- every preset
 
 
-each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
-
-
 def small(preset: Callable[..., AnyPipeline]) -> AnyPipeline:
     """The preset in blocks of 64 where it has a size to choose, on the executor that runs everything."""
     sizes = {"block": 64} if "block" in inspect.signature(preset).parameters else {}
     return preset(**sizes, executor=bs.ReferenceExecutor())
 
 
-@each_preset
+@pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 @pytest.mark.parametrize("M", [300, 130])
 def test_every_preset_attends_in_a_model_as_when_called(preset: Callable[..., AnyPipeline], M: int) -> None:
     model, recorder, pipeline = make("llama"), DensityRecorder(), small(preset)
@@ -382,7 +374,7 @@ def test_layers_below_what_is_trained_are_dense_in_eval_mode(trained: str) -> No
 
     def step() -> Tensor:
         with torch.enable_grad():
-            wanted = [*filter(_is_trained, model.parameters())] or [outside]
+            wanted = [weight for weight in model.parameters() if weight.requires_grad] or [outside]
             return torch.autograd.grad(model(ids, labels=ids).loss * outside, wanted)[0]
 
     expected = step()
@@ -392,10 +384,6 @@ def test_layers_below_what_is_trained_are_dense_in_eval_mode(trained: str) -> No
         model(ids)  # without gradients
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
     assert recorder.sparse_calls() == dict.fromkeys(range(LAYERS), 1)
-
-
-def _is_trained(weight: Tensor) -> bool:
-    return weight.requires_grad
 
 
 class Elsewhere(torch.autograd.Function):
@@ -1149,10 +1137,8 @@ def test_any_thread_may_detach() -> None:
 
 @pytest.mark.parametrize("how", ["detached", "thrown away"])
 def test_nothing_keeps_a_pipeline_that_is_not_attached(how: str) -> None:
-    model, pipeline = (
-        make("llama"),
-        bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor()),
-    )
+    model = make("llama")
+    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
     config, alive = model.config, weakref.ref(pipeline)
     attachments = [attach(model, pipeline), attach(model, Schedule(pipeline))]
     del pipeline

@@ -129,10 +129,8 @@ def bart() -> Any:
 
 
 def t5() -> Any:
-    return random_model(
-        transformers.T5ForConditionalGeneration._from_config,
-        transformers.T5Config(**SEQ2SEQ, d_kv=8, d_ff=32, num_layers=2, num_heads=4),
-    )
+    config = transformers.T5Config(**SEQ2SEQ, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    return random_model(transformers.T5ForConditionalGeneration._from_config, config)
 
 
 @pytest.mark.parametrize("build", [bart, t5])
@@ -165,10 +163,8 @@ def test_modules_that_do_not_say_whether_they_are_causal(padded: bool) -> None:
         name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     }
     config = transformers.SplinterConfig(**sizes, intermediate_size=48, question_token_id=3)
-    model, real = (
-        random_model(transformers.SplinterModel._from_config, config),
-        mask.bool() if padded else slice(None),
-    )
+    model = random_model(transformers.SplinterModel._from_config, config)
+    real = mask.bool() if padded else slice(None)
     recorder = DensityRecorder()
     assert_as_alone(model, lambda model: model(ids, **given).last_hidden_state[real], recorder)
     assert recorder.sparse_calls() == {}
@@ -258,10 +254,10 @@ def test_one_line_says_that_nothing_was_sparse(layers: str, caplog: pytest.LogCa
             assert not caplog.records
         else:
             (record,) = caplog.records
-            assert (
+            said = (
                 "no attention call of LlamaForCausalLM was sparse so far; dense calls: 2 x fewer than min_tokens"
-                in (record.getMessage())
             )
+            assert said in record.getMessage()
     assert len(caplog.records) == (layers == "none")
     with caplog.at_level(logging.WARNING, "blocksparse"):
         with attach(model, SPARSE):
@@ -307,15 +303,8 @@ def test_adapters_of_peft_are_attached_to() -> None:
 def test_weights_of_a_module_that_has_a_function_of_another_name() -> None:
     """The eager function of Phi-4's vision tower is not that of its decoder."""
     phi4 = transformers.models.phi4_multimodal
-    config = phi4.configuration_phi4_multimodal.Phi4MultimodalVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=32,
-        patch_size=4,
-        crop_size=32,
-    )
+    more = {"num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "crop_size": 32}
+    config = phi4.configuration_phi4_multimodal.Phi4MultimodalVisionConfig(**TOWER | more)
     model = random_model(phi4.modeling_phi4_multimodal.Phi4MultimodalVisionModel._from_config, config)
     patches = torch.ones(1, 8, 8, dtype=torch.bool)
     patches[:, :, 6:] = False
@@ -387,13 +376,9 @@ SEQ2SEQ_SIZES: dict[str, Any] = (
 
 def test_a_mask_that_was_promised_is_given() -> None:
     """T5Gemma 2 puts the mask of its decoder beside that of its encoder, and so needs one for a whole prompt."""
-    config = transformers.T5Gemma2Config(
-        encoder={"text_config": PART, "vision_config": TOWER, "mm_tokens_per_image": 16, "image_token_index": 60}
-        | {"boi_token_index": 58, "eoi_token_index": 59},
-        decoder=PART,
-        image_token_index=60,
-        eoi_token_index=59,
-    )
+    ends = {"image_token_index": 60, "eoi_token_index": 59}
+    encoder = {"text_config": PART, "vision_config": TOWER, "mm_tokens_per_image": 16, "boi_token_index": 58}
+    config = transformers.T5Gemma2Config(encoder=encoder | ends, decoder=PART, **ends)
     model = random_model(transformers.T5Gemma2ForConditionalGeneration._from_config, config)
     ids, recorder = tokens(80).clamp_max(57), DensityRecorder()
     assert_as_alone(model, lambda model: model(ids, decoder_input_ids=ids).logits, recorder)

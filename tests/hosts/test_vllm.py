@@ -70,18 +70,8 @@ def batch_of(queries: list[int], keys: list[int], page_size: int = 16) -> Common
     pages = -(-max(keys) // page_size)
     table = torch.randperm(pages * len(keys), dtype=torch.int32).view(len(keys), pages)
     lengths, tokens = torch.tensor(keys, dtype=torch.int32), sum(queries)
-    return Common(
-        starts,
-        starts.clone(),
-        lengths,
-        lengths.clone(),
-        table,
-        torch.arange(tokens),
-        np.arange(len(keys)),
-        len(keys),
-        tokens,
-        max(queries),
-    )
+    both = starts, starts.clone(), lengths, lengths.clone()
+    return Common(*both, table, torch.arange(tokens), np.arange(len(keys)), len(keys), tokens, max(queries))
 
 
 def split(queries: list[int], keys: list[int], **options: Any) -> Split:
@@ -255,10 +245,8 @@ def test_what_stands_behind_a_prompt_in_its_page_is_not_read() -> None:
     for request, tokens in enumerate(keys):
         cache[int(common.block_table_tensor[request, tokens // 16]), :, tokens % 16 :] = float("nan")
     batch = SplitMetadata.of(common, split(queries, keys), keys, page_size=16, build=lambda rest: None)
-    attend, out = (
-        PagedAttention(bs.mean_pooling(0.5, block=16), 3, None, Workspace(133)),
-        torch.full((119, 8, D), 7.0),
-    )
+    attend = PagedAttention(bs.mean_pooling(0.5, block=16), 3, None, Workspace(133))
+    out = torch.full((119, 8, D), 7.0)
     k, v = cache.split(D, dim=-1)
     attend(query, k, v, out, not_none(batch.prefills), scale=0.3)
     assert attend.workspace.nbytes > 0
@@ -334,11 +322,8 @@ def test_less_work_pays_in_an_engine(
 
 def test_layers_of_equal_pipelines_are_split_alike() -> None:
     """A plan makes a pipeline for each layer; a batch is split once for all that are equal."""
-    settings = Settings(
-        (bs.a_shape(local=64), None, evolve(bs.a_shape(local=64)), bs.a_shape(local=512)),
-        min_tokens=1,
-        min_queries=2,
-    )
+    pipelines = bs.a_shape(local=64), None, evolve(bs.a_shape(local=64)), bs.a_shape(local=512)
+    settings = Settings(pipelines, min_tokens=1, min_queries=2)
     worth = Worth.of(None, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     kinds = Kinds.of(filter(None, settings.layers), settings, worth)
     assert [kinds.index(p) for p in settings.layers if p is not None] == [0, 0, 1]
@@ -392,10 +377,8 @@ def test_an_engine_is_warm_before_it_serves() -> None:
 def test_an_audited_call_finds_its_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[tuple[int, ...]] = []
     monkeypatch.setattr(bs.Pipeline, "trace", lambda _, q, *__, **___: traced.append(q.shape))
-    settings, worth = (
-        Settings((), min_tokens=1, min_queries=2),
-        Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16),
-    )
+    settings = Settings((), min_tokens=1, min_queries=2)
+    worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     query = torch.randn(64, 4, 16)
     for gauges in (None, AuditGauges(Audit())):
         attention = PagedAttention(bs.mean_pooling(block=16), 0, None, Workspace(300), gauges)

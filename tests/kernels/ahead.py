@@ -125,15 +125,8 @@ def _stored(compiled: Any, stack: int) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
-        command = [
-            get_ptxas(arch).path,
-            "-v",
-            *own,
-            f"--gpu-name=sm_{arch}{'a' * (arch >= 90)}",
-            file.name,
-            "-o",
-            os.devnull,
-        ]
+        gpu = f"sm_{arch}{'a' * (arch >= 90)}"
+        command = [get_ptxas(arch).path, "-v", *own, f"--gpu-name={gpu}", file.name, "-o", os.devnull]
         result = subprocess.run(command, capture_output=True, text=True)
     stores = re.findall(r"(\d+) bytes spill stores", result.stderr)
     return stack if result.returncode else sum(map(int, stores))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.machine import python
 
 
 def printed_by(script: str, *arguments: str) -> str:
@@ -17,12 +14,6 @@ def printed_by(script: str, *arguments: str) -> str:
         "import os, runpy; os.environ.pop('TRITON_INTERPRET', None); "
         f"runpy.run_module('tests.kernels.{script}', run_name='__main__')"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    result = python(code, *arguments, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

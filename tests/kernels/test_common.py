@@ -74,11 +74,8 @@ def operation(x: Tensor, n: int = 1) -> str:
 def test_who_takes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1)
     assert operation.__doc__ == "What it does."
-    assert (operation(x), operation(x.half()), operation.reference(x.half(), n=2)) == (
-        "plain 1",
-        "compiled 1",
-        "plain 2",
-    )
+    said = operation(x), operation(x.half()), operation.reference(x.half(), n=2)
+    assert said == ("plain 1", "compiled 1", "plain 2")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(operation, "kernel", lambda: lambda x, n=1: f"triton {n}")
     assert [operation(x), operation(x, 3), operation(x.double()), operation(x.half(), n=2)] == [

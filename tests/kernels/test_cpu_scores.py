@@ -143,12 +143,8 @@ def test_products_and_orders(dtype: torch.dtype) -> None:
     want = products(q.double(), k.double())
     torch.testing.assert_close(cpu_scores.products_on_cpu(q, k).double(), want, rtol=1e-5, atol=1e-5)
     scores = torch.randint(-60, 60, (2, 6, 5, 300), generator=torch.Generator().manual_seed(0)) / 7.0
-    scores[0, 1, :, 7::24], scores[1, 2, :, ::5], scores[0, 3], scores[1, 4] = (
-        torch.inf,
-        torch.nan,
-        -torch.inf,
-        1.5,
-    )
+    scores[0, 1, :, 7::24], scores[1, 2, :, ::5] = torch.inf, torch.nan
+    scores[0, 3], scores[1, 4] = -torch.inf, 1.5
     keys, one = scores.reshape(60, 1, 300).mT.unsqueeze(0), torch.ones(1, 60, 1, 1)
     for until, count in ((60, 70), (-130, 250), (300, 1)):
         out = torch.full((2, 6, 5, 9 + count), 7, dtype=torch.int32)

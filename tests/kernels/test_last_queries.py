@@ -15,9 +15,7 @@ from tests.machine import DTYPES
 slow = pytest.mark.slow
 
 
-def by_kernel(
-    last_q: Tensor, k: Tensor, M: int, scale: float, run: int | None, causal: bool = True
-) -> list[Tensor]:
+def by_kernel(last_q: Tensor, k: Tensor, M: int, scale: float, run: int | None, causal: bool) -> list[Tensor]:
     """Weights of each key and distance, or sums over runs of so many."""
     if run is None:
         return [*last_queries_triton.last_query_weights_triton(last_q, k, M, causal, scale)]
@@ -26,9 +24,7 @@ def by_kernel(
     return [*last_queries_triton.last_query_sums_triton(last_q, k, scale, run)]
 
 
-def by_reference(
-    last_q: Tensor, k: Tensor, M: int, scale: float, run: int | None, causal: bool = True
-) -> list[Tensor]:
+def by_reference(last_q: Tensor, k: Tensor, M: int, scale: float, run: int | None, causal: bool) -> list[Tensor]:
     lines = last_query_weights.reference(last_q, k, M, causal, scale)
     return [line if run is None else run_sums.reference(line, run) for line in lines]
 
@@ -124,7 +120,7 @@ def test_what_is_not_finite_spoils_the_same_lines(run: int | None, where: str, v
     """A query that sees it has no weights at all, as in plain torch, and not those of its other keys alone."""
     q, k, _ = make_qkv(N=90, Hq=4, Hkv=2, D=16, device=device)
     (k if where == "key" else q)[0, 0, 87] = value
-    given = q[:, :, -10:], k, 90, 0.25, run
+    given = q[:, :, -10:], k, 90, 0.25, run, True
     for ours, its in zip(by_kernel(*given), by_reference(*given), strict=True):
         assert its.isnan().any(-1).tolist() == [[True, where == "key", False, False]]
         torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-7, equal_nan=True)

@@ -57,11 +57,8 @@ def test_ties_zeros_nans_and_infinities(device: str) -> None:
         got = segment_sort_triton(values.to(device), S).cpu()
         assert torch.equal(got, segment_sort.reference(values, S))
         # Coarse, the two least numbers above and below 0 are 0 and the number below it.
-        for bits in (
-            segment_sort.reference(values, S, True),
-            segment_sort_triton(values.to(device), S, True).cpu(),
-        ):
-            assert torch.equal(bits, segment_sort.reference(merged, S))
+        bits = segment_sort.reference(values, S, True), segment_sort_triton(values.to(device), S, True).cpu()
+        assert all(torch.equal(each, segment_sort.reference(merged, S)) for each in bits)
 
 
 def test_upper_bits(device: str) -> None:

@@ -32,6 +32,7 @@ from blocksparse.kernels.quantize.tokens_triton import (
 )
 from blocksparse.launch.launches import remembered
 from blocksparse.testing import make_qkv
+from tests.cases import slow
 from tests.kernels.compare import randn
 
 # Values in fp8
@@ -68,19 +69,15 @@ def test_values_of_lengths(N: int, way: str, device: str) -> None:
     assert_values(randn(1, 2, N, 64, device=device))
 
 
-@pytest.mark.parametrize(
-    "D", [16, pytest.param(80, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("D", [16, *slow((80,), (256,))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_head_dims_and_dtypes(D: int, dtype: torch.dtype, way: str, device: str) -> None:
     assert_values(randn(2, 2, 70, D, device=device, dtype=dtype), slots_of(2, 4, 90, tokens_=70, device=device))
 
 
 def test_values_in_layouts(way: str, device: str) -> None:
-    assert_values(
-        randn(2, 70, 3, 32, device=device).transpose(1, 2),
-        slots_of(70, tokens_=70, device=device).expand(2, 3, 70),
-    )
+    index = slots_of(70, tokens_=70, device=device).expand(2, 3, 70)
+    assert_values(randn(2, 70, 3, 32, device=device).transpose(1, 2), index)
     assert_values(randn(2, 3, 32, 70, device=device).mT)
 
 
@@ -139,11 +136,7 @@ def assert_equal(got: tuple[Tensor | None, ...], want: tuple[Tensor | None, ...]
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("D", "dtype"),
-    [
-        pytest.param(80, torch.float32, marks=pytest.mark.slow),
-        (80, torch.float16),
-        pytest.param(128, torch.bfloat16, marks=pytest.mark.slow),
-    ],
+    [(80, torch.float16), *slow((80, torch.float32), (128, torch.bfloat16))],
     ids=str,
 )
 def test_queries(D: int, dtype: torch.dtype, shared: bool, device: str) -> None:
@@ -161,11 +154,7 @@ def test_queries(D: int, dtype: torch.dtype, shared: bool, device: str) -> None:
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("per_key", "dtype"),
-    [
-        pytest.param(1, torch.float32, marks=pytest.mark.slow),
-        pytest.param(2, torch.float16, marks=pytest.mark.slow),
-        (1, torch.bfloat16),
-    ],
+    [(1, torch.bfloat16), *slow((1, torch.float32), (2, torch.float16))],
     ids=str,
 )
 def test_keys(per_key: int, dtype: torch.dtype, shared: bool, device: str) -> None:
@@ -250,10 +239,7 @@ def test_bad_numbers_stay_in_their_token(value: float, device: str) -> None:
     want, want_scale = int8_keys.reference(x, None, 32, False, None, 0)
     x[0, 0, 7, 3] = value
     rest = torch.arange(40, device=device) != 7
-    for values, scale in (
-        int8_keys_triton(x, None, 32, False, None, 0),
-        int8_keys.reference(x, None, 32, False, None, 0),
-    ):
+    for values, scale in (f(x, None, 32, False, None, 0) for f in (int8_keys_triton, int8_keys.reference)):
         assert scale[0, 0, 7].isnan()
         assert torch.equal(values[:, :, rest], want[:, :, rest])
         assert torch.equal(scale[:, :, rest], want_scale[:, :, rest])
@@ -330,9 +316,6 @@ def test_hardest_quotients(exponent: int, device: str) -> None:
 # Operands of 8-bit attention on Hopper
 
 
-TYPES = [torch.float16, torch.float32]
-
-
 def of_slots(x: Tensor, tile: int, slots: int) -> Tensor:
     """What belongs to groups, `[B, H, tiles, 4]`, for each slot, `[B, H, slots]`."""
     slot = torch.arange(slots, device=x.device)
@@ -401,7 +384,7 @@ def test_maps_and_shared_keys(D: int, tile: int, dtype: torch.dtype, device: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("N", [1, 63, 129, 300])

@@ -18,6 +18,7 @@ from blocksparse.kernels.score import cpu_scores, strided_mass_triton, strided_m
 from blocksparse.kernels.score.strided_mass import strided_mass
 from blocksparse.kernels.score.strided_means import group_max, strided_mean, strided_means
 from blocksparse.testing import make_qkv
+from tests.cases import slow
 from tests.kernels.compare import draws, order
 from tests.machine import DTYPES
 
@@ -25,10 +26,6 @@ SMALL = ProductTiles(32, 32, 32, 4, 2)  # several tiles in a short prompt
 SMALL_POOLED = PooledTiles(32, 32, 4, 2)
 OF_A_GPU = ProductTiles(128, 128, 64, 8, 3)  # of the size that a GPU takes
 HALF = torch.float16
-
-
-def slow(*cases: Any) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def qk(device: str, **sizes: Any) -> tuple[Tensor, Tensor]:
@@ -311,11 +308,8 @@ def test_bands_and_spans_do_not_change_mass(
     workspace: int, slots: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k = exact_qk(device, N=200, M=150)
-    run = partial(
-        strided_mass_triton.strided_mass_triton,
-        **of_mass(8 * q, k, slots),
-        tiles=SMALL if slots > 1 else SMALL_POOLED,
-    )
+    tiles: Any = SMALL if slots > 1 else SMALL_POOLED
+    run = partial(strided_mass_triton.strided_mass_triton, **of_mass(8 * q, k, slots), tiles=tiles)
     whole = run()
     monkeypatch.setattr(strided_mass_triton, "_WORKSPACE", workspace)
     monkeypatch.setattr(strided_mass_triton, "_PROGRAMS", 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blocksparse.launch import launches
 from blocksparse.launch.launches import Remembered, remembered
+from tests.machine import python
 
 
 class Compiled:
@@ -162,7 +161,7 @@ for module in pkgutil.walk_packages(blocksparse.kernels.__path__, "blocksparse.k
             assert all(p.default is Parameter.empty for p in kernel.jit.signature.parameters.values()), name
 print(found)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = python(code)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 30
 

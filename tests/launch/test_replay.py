@@ -902,10 +902,8 @@ def test_modes_of_torch_functions_are_asked_in_every_call(device: str) -> None:
             out = func(*args, **(kwargs or {}))
             return out.fill_(2.0) if func is torch.empty else out
 
-    call, x = (
-        partial(replayed, lambda x: torch.empty(2, 2, device=x.device).zero_()),
-        torch.zeros(2, 2, device=device),
-    )
+    call = partial(replayed, lambda x: torch.empty(2, 2, device=x.device).zero_())
+    x = torch.zeros(2, 2, device=device)
     for _ in range(3):
         for _ in range(3):
             assert not bool(call(x).any())

@@ -28,14 +28,9 @@ B16 = 16
 def flex(name: str, *, as_released: bool) -> bs.Trace[bs.GlobalPermutation, VerticalSlashScores, bs.BlockMask]:
     case = load(name)
     params = case.params
-    pipeline = flex_prefill(
-        params["gamma"],
-        params["tau"],
-        block=params["block_size"],
-        min_budget=1,  # the authors' None
-        as_released=as_released,
-        executor=bs.ReferenceExecutor(),
-    )
+    # The authors' None is 1.
+    how: Any = {"min_budget": 1, "as_released": as_released, "executor": bs.ReferenceExecutor()}
+    pipeline = flex_prefill(params["gamma"], params["tau"], block=params["block_size"], **how)
     return pipeline.trace(case.q, case.k, case.v)
 
 
@@ -239,28 +234,19 @@ def covered_by_last_queries(trace: bs.Trace[Any, Any, Any], last_q: int) -> Tens
 
 
 def lines(
-    N: int,
-    *,
-    vertical: Tensor | None = None,
-    slash: Tensor | None = None,
-    M: int | None = None,
-    causal: bool = True,
+    N: int, *, vertical: Tensor | None = None, slash: Tensor | None = None, causal: bool = True
 ) -> VerticalSlashScores:
     """Scores of as many heads as `vertical` or `slash` `[Hq, N]` has; what is not given lies on the first line."""
     given = vertical if vertical is not None else slash
     assert given is not None
     Hq = given.shape[0]
-    q, k = torch.zeros(1, Hq, M or N, 8), torch.zeros(1, 1, N, 8)
+    q, k = torch.zeros(1, Hq, N, 8), torch.zeros(1, 1, N, 8)
     grid = grid_of(q, k, B16, causal=causal)
     first = torch.zeros(Hq, N)
     first[:, 0] = 1.0
-    return VerticalSlashScores(
-        torch.zeros(1, Hq, grid.rows, grid.cols),
-        grid,
-        vertical=(first if vertical is None else vertical).unsqueeze(0),
-        slash=(first if slash is None else slash).unsqueeze(0),
-        divergence=torch.ones(1, Hq),
-    )
+    values, divergence = torch.zeros(1, Hq, grid.rows, grid.cols), torch.ones(1, Hq)
+    vertical, slash = ((first if x is None else x).unsqueeze(0) for x in (vertical, slash))
+    return VerticalSlashScores(values, grid, vertical=vertical, slash=slash, divergence=divergence)
 
 
 def test_distances_go_both_ways_when_not_causal() -> None:
@@ -295,16 +281,10 @@ def test_released_bins_count_from_the_far_end() -> None:
     slash[0, 10] = slash[1, 30] = slash[2, 60] = 1.0
     mask = VerticalSlashCdf(0.9, released=True, min_budget=2 * B16)(lines(72, slash=slash))
     assert [kept(mask, 4, head) for head in range(3)] == [[0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 4]]  # 1 is a column
-    mask = VerticalSlashCdf(0.9, released=True, min_budget=2 * B16)(
-        lines(80, slash=torch.eye(80)[:1], causal=False)
-    )
-    assert [kept(mask, row) for row in range(5)] == [
-        [0, 1],
-        [0, 1, 2],
-        [0, 1, 2, 3],
-        [0, 1, 2, 3, 4],
-        [0, 1, 3, 4],
-    ]
+    scores = lines(80, slash=torch.eye(80)[:1], causal=False)
+    mask = VerticalSlashCdf(0.9, released=True, min_budget=2 * B16)(scores)
+    rows = [kept(mask, row) for row in range(5)]
+    assert rows == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 3, 4]]
 
 
 def test_released_budget_is_a_block_per_128_tokens() -> None:

@@ -119,11 +119,8 @@ def test_keys_that_the_nearest_distances_keep_take_no_budget() -> None:
     own = torch.arange(96)
     spared = kept_pairs(selector(scores))[0, 0][:, 88:]
     assert bool(spared[own[:, None] >= own[88:]].all())  # every query that sees them keeps them
-    assert chosen(VerticalSlashTopK(3, 2, sink=1, recent=8).keys(scores)) == [
-        0,
-        40,
-        90,
-    ]  # two distances spare two keys
+    # Two distances spare two keys.
+    assert chosen(VerticalSlashTopK(3, 2, sink=1, recent=8).keys(scores)) == [0, 40, 90]
 
 
 def test_budgets_per_head() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,13 +19,8 @@ DENSE, EMPTIES_ROWS = "pbs_04_n512_d64_fallback", "pbs_05_n2048_d64_thr1"
 
 def pbs(case: Golden, *, as_released: bool) -> bs.Trace[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask]:
     params = case.params
-    pipeline = bs.pbs_attn(
-        params["threshold"],
-        block=params["block_size"],
-        S=params["segment_size"],
-        as_released=as_released,
-        executor=bs.ReferenceExecutor(),
-    )
+    how: Any = {"as_released": as_released, "executor": bs.ReferenceExecutor()}
+    pipeline = bs.pbs_attn(params["threshold"], block=params["block_size"], S=params["segment_size"], **how)
     return pipeline.trace(case.q, case.k, case.v)
 
 

@@ -73,12 +73,8 @@ def test_pairs() -> None:
     ]
     first, second = (part.trace(case.q, case.k, case.v).mask.keep for part in parts)
     assert torch.equal(pipeline.trace(case.q, case.k, case.v).mask.keep, first | second)
-    swapped = bs.Pipeline(
-        bs.Identity(),
-        pair,
-        bs.SelectorPair(bs.TopCdf(0.5), bs.TopCdf(0.5)),
-        bs.ReferenceExecutor(),  # type: ignore[misc]
-    )
+    rule = bs.SelectorPair(bs.TopCdf(0.5), bs.TopCdf(0.5))
+    swapped = bs.Pipeline(bs.Identity(), pair, rule, bs.ReferenceExecutor())  # type: ignore[misc]
     with pytest.raises(TypeError, match="TopCdf needs a BlockMass, and got a BlockLogits"):
         swapped(case.q, case.k, case.v)
     uneven = bs.ScorerPair(bs.MeanPoolScorer(16), bs.MeanPoolScorer(32))

@@ -40,17 +40,10 @@ def smooths(case: Golden) -> bool:
 
 def run(case: Golden, *, as_released: bool) -> Trace:
     params = case.params
-    pipeline = sparge(
-        params.get("cdfthreshd"),
-        params["simthreshd1"],
-        share=params.get("topk"),
-        block=params["BLKQ"],
-        k_block=params["BLKK"],
-        attention_sink=False,
-        smooth_k=smooths(case),
-        as_released=as_released,
-        executor=bs.ReferenceExecutor(),
-    )
+    mass, theta, executor = params.get("cdfthreshd"), params["simthreshd1"], bs.ReferenceExecutor()
+    blocks: Any = {"block": params["BLKQ"], "k_block": params["BLKK"], "attention_sink": False}
+    how: Any = {"share": params.get("topk"), "smooth_k": smooths(case), "as_released": as_released}
+    pipeline = sparge(mass, theta, **blocks, **how, executor=executor)
     return pipeline.trace(case.q, case.k, case.v, causal=params["is_causal"])
 
 

@@ -78,13 +78,7 @@ def test_xattention_where_the_released_code_loses_history() -> None:
 
 
 def by_loops(
-    scorer: AntidiagonalScorer,
-    q: Tensor,
-    k: Tensor,
-    permutation: bs.GlobalPermutation,
-    *,
-    causal: bool,
-    scale: float,
+    scorer: AntidiagonalScorer, q: Tensor, k: Tensor, order: bs.GlobalPermutation, *, causal: bool, scale: float
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """One cell after the other, `[B, Hq, rows, cols]` in float64."""
     stride, high, wide = scorer.stride, scorer.block, scorer.k_block or scorer.block
@@ -107,8 +101,8 @@ def by_loops(
     for b in range(B):
         for h in range(Hq):
             g = h // (Hq // k.shape[1])
-            q_slots = list(range(M)) if permutation.q_index is None else permutation.q_index[b, h].tolist()
-            k_slots = list(range(N)) if permutation.k_index is None else permutation.k_index[b, g, 0].tolist()
+            q_slots = list(range(M)) if order.q_index is None else order.q_index[b, h].tolist()
+            k_slots = list(range(N)) if order.k_index is None else order.k_index[b, g, 0].tolist()
             q_cells = cells(q_slots, q[b, h].double().numpy(), offset)
             k_cells = cells(k_slots, k[b, g].double().numpy(), 0)
             for i, (queries, x) in q_cells.items():
@@ -117,7 +111,7 @@ def by_loops(
                 for j, (keys, y) in k_cells.items():
                     if causal and min(keys) > max(positions):
                         continue
-                    S = None if scorer.forced else permutation.segment
+                    S = None if scorer.forced else order.segment
                     if (
                         causal
                         and S is not None
@@ -158,10 +152,9 @@ def test_scores_are_those_of_a_slow_loop(scorer: AntidiagonalScorer, M: int) -> 
     """Every tail and lead, orders of one and of both sides, causal or not."""
     q, k, _ = make_qkv(Hq=2, Hkv=1, N=51, M=M, D=8, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    shuffled = bs.GlobalPermutation(
-        torch.rand(1, 1, 1, 51, generator=generator).argsort(-1).int(),
-        torch.rand(1, 2, M, generator=generator).argsort(-1).int(),
-    )
+    shapes = (1, 1, 1, 51), (1, 2, M)
+    k_index, q_index = (torch.rand(*shape, generator=generator).argsort(-1).int() for shape in shapes)
+    shuffled = bs.GlobalPermutation(k_index, q_index)
     orders = [bs.GlobalPermutation(), bs.GlobalPermutation(segment=32)]
     orders += [bs.SegmentKeySort(S, last_q=8)(q, k, bs.AttentionSpec(scale=0.3)) for S in (32, 20)]
     for permutation in [*orders, shuffled]:
@@ -193,12 +186,8 @@ def test_forced_blocks_are_counted_by_xattention_and_not_by_a_union() -> None:
     counted = bs.Pipeline(
         bs.Identity(), AntidiagonalScorer(4, block=16), bs.TopCdf(0.5), bs.ReferenceExecutor()
     ).trace(q, k, v)
-    united = bs.Pipeline(
-        bs.Identity(),
-        AntidiagonalScorer(4, block=16, forced=False),
-        bs.TopCdf(0.5) | bs.Sink(),
-        bs.ReferenceExecutor(),
-    ).trace(q, k, v)
+    scorer, rule = AntidiagonalScorer(4, block=16, forced=False), bs.TopCdf(0.5) | bs.Sink()
+    united = bs.Pipeline(bs.Identity(), scorer, rule, bs.ReferenceExecutor()).trace(q, k, v)
     assert torch.equal(counted.scores.values, united.scores.values)
     assert united.scores.forced is None
     not_causal = bs.AttentionSpec(scale=0.25, causal=False)

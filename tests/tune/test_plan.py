@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from blocksparse.presets.named import UpTo
 from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Try
 from blocksparse.tools.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
 from tests.hosts.small_models import small_model
+from tests.machine import python
 from tests.tune import tiny
 
 
@@ -308,7 +307,7 @@ def test_the_package_needs_no_extra_until_it_tunes() -> None:
         "from blocksparse.tools.tune import Plan;"
         "sys.exit(main(['tune', 'model']))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = python(code)
     assert result.returncode == 1
     assert result.stderr.startswith("blocksparse tune: transformers")
     assert "is not installed: pip install -e '.[tune]' in a checkout" in result.stderr

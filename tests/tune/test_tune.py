@@ -47,12 +47,8 @@ def model() -> Any:
 
 
 def tuned(model: Any, journal: Path, **other: Any) -> Plan:
-    settings: dict[str, Any] = {
-        "candidates": tiny.CANDIDATES,
-        "budget": Budget(0.05, 0.1, tries=3),
-        "minimise": "density",
-        "positions": 60,
-    }
+    settings: dict[str, Any] = {"candidates": tiny.CANDIDATES, "minimise": "density", "positions": 60}
+    settings["budget"] = Budget(0.05, 0.1, tries=3)
     prompts, held = other.pop("prompts", tiny.prompts(2, 0)), other.pop("held", tiny.prompts(2, 1))
     return tune(model, prompts, held, journal=journal, **settings | other)
 
@@ -239,10 +235,8 @@ def test_layers_may_have_heads_of_their_own(tmp_path: Path) -> None:
     )  # fmt: skip
     model, limits = transformers.Gemma4ForCausalLM(config).eval(), Budget(9.0, 9.0)
     plan = tuned(model, tmp_path / "j", candidates=[tiny.pooled(0.5)], budget=limits, head_groups=2)
-    assert [(part.layer, part.heads, part.attention) for part in plan.layers] == [
-        (0, None, None),
-        (1, None, tiny.pooled(0.5)),
-    ]
+    parts = [(part.layer, part.heads, part.attention) for part in plan.layers]
+    assert parts == [(0, None, None), (1, None, tiny.pooled(0.5))]
     recorder = DensityRecorder()
     with attach(model, plan.schedule(model), min_tokens=1, recorder=recorder):
         model(tiny.prompts(1, 1)[0].ids)
@@ -436,14 +430,7 @@ def test_prompts_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
     assert tokenizer.decode(first.ids[0]) == "2 + 2 = 4"
     assert first.answers == ((7, 9),)
     assert second.answers == ()
-    for line in (
-        "{",
-        "[]",
-        '{"answer": "x"}',
-        '{"prompt": 3}',
-        '{"prompt": "a b", "answers": "c"}',
-        '{"prompt": ""}',
-    ):
+    for line in ("{", "[]", '{"answer": "x"}', '{"prompt": 3}', '{"prompt": "a", "answers": 1}', '{"prompt": ""}'):
         path.write_text(line)
         with pytest.raises(TuneError, match="line 1, must "):
             prompts_from_file(tokenizer, path)

@@ -36,6 +36,7 @@ from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.kernels.select.top_k import visiting_order
 from tests.drawn import LAYOUTS
 from tests.meaning import pairs_of
+from tests.specs import grid_of
 
 BLOCKS = 1, 7, 16, 32, 48, 64, 96, 128, 160, 256, 1000
 WIDTHS = 1, 2, 7, 16, 31, 32, 40, 64, 80, 96, 128, 200, 256
@@ -77,7 +78,7 @@ def case(seed: int) -> Case:
     q_block, k_block = draw.choice(BLOCKS), draw.choice(BLOCKS)
     window = draw.choice((None, None, draw.randint(1, N))) if causal else None
     permutation = _permutation(draw, q, k, q_block, causal)
-    grid = _grid(q, k, permutation, q_block, k_block, causal, window)
+    grid = grid_of(q, k, q_block, k_block, permutation=permutation, causal=causal, window=window)
     if draw.random() < 0.3 and permutation.q_index is None and grid.k_position.shape[1] <= Hkv:
         grid = grid.shared()
     heads = Hkv if grid.visible.shape[1] == Hkv or draw.random() < 0.3 else Hq
@@ -97,13 +98,6 @@ def case(seed: int) -> Case:
     )
     kept = cpu_attention.Kept(mask.keep, q_block, k_block)
     return Case(q, k, v, kept, mask.grid.positions, mask, permutation, LogitChange(softcap, sinks), scale, about)
-
-
-def _grid(
-    q: Tensor, k: Tensor, order: bs.Permutation, q_block: int, k_block: int, causal: bool, window: int | None
-) -> bs.Grid:
-    spec = bs.AttentionSpec(scale=1.0, causal=causal, window=window)
-    return bs.Grid.of(q, k, order, spec, q_block=q_block, k_block=k_block)
 
 
 def _permutation(draw: random.Random, q: Tensor, k: Tensor, q_block: int, causal: bool) -> bs.Permutation:

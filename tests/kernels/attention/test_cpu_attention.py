@@ -26,6 +26,7 @@ from blocksparse.kernels.attention.cpu_attention import dense_cpu_attention
 from blocksparse.kernels.common import compiled
 from blocksparse.testing import make_qkv
 from tests.kernels.attention import cpu_cases
+from tests.machine import python
 from tests.specs import not_none
 
 SCALE = 0.125
@@ -103,7 +104,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @needs_kernel
 @pytest.mark.slow
 def test_a_forked_process_attends_too() -> None:
-    assert _python(FORK, {}) == ("0", "")
+    result = python(FORK)
+    assert (result.stdout.strip(), result.stderr.strip()) == ("0", "")
 
 
 CALL = """
@@ -117,18 +119,6 @@ print("kernel" if cpu_kernel().library else "none", flush=True)
 """
 
 
-def _python(code: str, environment: dict[str, str], limit: float = 60.0) -> tuple[str, str]:
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=limit,
-        env={**os.environ, **environment},
-    )
-    return result.stdout.strip(), result.stderr.strip()
-
-
 def _script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -138,10 +128,10 @@ def _script(path: Path, text: str) -> str:
 @pytest.mark.slow
 def test_without_a_compiler_calls_give_the_same(tmp_path: Path) -> None:
     """With one warning a process."""
-    environment = {"CXX": _script(tmp_path / "cxx", "exit 3"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    out, err = _python(CALL, environment)
-    assert out == "none"
-    assert err.count("several times faster") == 1
+    compiler, cache = _script(tmp_path / "cxx", "exit 3"), str(tmp_path / "cache")
+    result = python(CALL, CXX=compiler, XDG_CACHE_HOME=cache)
+    assert result.stdout.strip() == "none"
+    assert result.stderr.count("several times faster") == 1
 
 
 @pytest.mark.parametrize(

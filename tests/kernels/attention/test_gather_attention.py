@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,8 @@ from blocksparse.kernels.masks.grid import TokenPositions
 from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.presets.text import s2o
 from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
-from tests.machine import DTYPES, GPU, needs_hopper
+from tests.cases import slow
+from tests.machine import DTYPES, GPU, needs_hopper, python
 from tests.meaning import pairs_of
 from tests.specs import grid_of
 
@@ -113,10 +112,6 @@ def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
     q, k, v = make_qkv(N=N, Hq=2, Hkv=1, D=32, dtype=dtype, device=device)
     left = assert_right(arguments(q, k, v, block=32))
     assert N < 129 or int(left.sum()) > 0
-
-
-def slow(*cases: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 ONE_MAP = bs.SegmentKeySort(32, last_q=8)  # for all queries
@@ -297,5 +292,5 @@ def test_runs_without_triton() -> None:
         "q, k, v = torch.rand(1, 4, 64, 16), torch.rand(1, 2, 64, 16), torch.rand(1, 2, 64, 16)\n"
         "print(tuple(s2o(0.1, S=32, block=16)(q, k, v).shape))"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    printed = python(code)
     assert printed.stdout.strip() == "(1, 4, 64, 16)", printed.stderr

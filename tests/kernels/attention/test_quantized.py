@@ -13,6 +13,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.kernels.quantize.tokens import fp8_per_token, int8_per_block, int8_per_token, smoothing_mean
 from blocksparse.testing import make_qkv
+from tests.cases import slow
 from tests.kernels.attention.references import approximate_attention_reference
 from tests.machine import DTYPES, GPU
 from tests.meaning import assert_blind_to_later, relative_l1
@@ -175,10 +176,6 @@ def test_smoothing_mean_knows_no_later_token() -> None:
 
 
 # The kernel against its reference
-
-
-def slow(*cases: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize("fp8", PV)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +18,9 @@ import blocksparse as bs
 from blocksparse.execute.launched import BlockPlan
 from blocksparse.testing import assert_within_budget, make_qkv
 from tests import meaning
+from tests.cases import slow
 from tests.kernels.attention.references import approximate_attention_reference, sparse_attention_reference
-from tests.machine import DTYPES, GPU, needs_hopper
+from tests.machine import DTYPES, GPU, needs_hopper, python
 from tests.on_kernels import pretend_gpu
 from tests.specs import asked, grid_of
 from tests.stages import random_keys
@@ -61,17 +60,8 @@ class Call:
         mine = {name: changed.pop(name) for name in list(changed) if name in attrs.fields_dict(Call)}
         if mine:
             return evolve(self, **mine)(**changed)
-        return sparse_attention(
-            self.q,
-            self.k,
-            self.v,
-            self.lists,
-            self.positions,
-            self.tiles,
-            scale=self.scale,
-            change=self.change,
-            **changed,
-        )
+        given = self.q, self.k, self.v, self.lists, self.positions, self.tiles
+        return sparse_attention(*given, scale=self.scale, change=self.change, **changed)
 
     def exactly(self) -> tuple[Tensor, Tensor]:
         """The specification in the dtype of the inputs."""
@@ -155,10 +145,6 @@ def assert_right(call: Call) -> None:
         out, lse = call(tiles=tiles)
         assert_within_budget(out, want, yardstick)
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3 if call.q.dtype != torch.float32 else 1e-5)
-
-
-def slow(*cases: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 CHUNKS = [
@@ -423,13 +409,7 @@ def test_config_is_refused_or_used(device: str) -> None:
     bs.Pipeline(*front, bs.TritonExecutor(TritonTiles(16, 32, 4, 2)))(q, k, v)
 
 
-HOPPER_TILES = (
-    HopperTiles(2, 128, 2),
-    HopperTiles(1, 64, 2, 2),
-    HopperTiles(1, 128, 2),
-    HopperTiles(2, 64, 3),
-    HopperTiles(2, 64, 2),
-)
+HOPPER_TILES = [HopperTiles(*x) for x in ((2, 128, 2), (1, 64, 2, 2), (1, 128, 2), (2, 64, 3), (2, 64, 2))]
 
 
 @contextlib.contextmanager
@@ -752,7 +732,7 @@ def test_plain_cpu_tensors_say_what_to_use() -> None:
         "try: Pipeline(SegmentKeySort(S=256), MeanPoolScorer(), TopCdf(0.9), TritonExecutor())(q, k, v)\n"
         "except ValueError as error: print(error)"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = python(code).stdout
     assert "TritonExecutor cannot run q (1, 4, 64, 16) float32 on cpu" in printed
     assert "Triton compiles for GPUs, and these tensors are on cpu" in printed
     assert "Use AutoExecutor(), or CpuExecutor() on a CPU." in printed

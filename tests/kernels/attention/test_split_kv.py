@@ -29,17 +29,10 @@ N, M = 65768, 232  # a chunk that begins at a block; lists are split from 65536 
 
 
 def lists_of_any_length(
-    q: Tensor,
-    k: Tensor,
-    permutation: bs.GlobalPermutation,
-    *,
-    q_block: int,
-    k_block: int,
-    causal: bool,
-    heads: int = 1,
+    q: Tensor, k: Tensor, order: bs.GlobalPermutation, *, q_block: int, k_block: int, causal: bool, heads: int = 1
 ) -> tuple[BlockPlan, bs.Grid]:
     """A mask whose rows keep nothing, few, or nearly all of their blocks; `heads` query heads share one."""
-    grid = grid_of(q, k, q_block, k_block, permutation=permutation, causal=causal)
+    grid = grid_of(q, k, q_block, k_block, permutation=order, causal=causal)
     generator = torch.Generator().manual_seed(1)
     density = torch.tensor([0.0, 0.01, 0.1, 0.3, 0.9])
     shape = q.shape[0], q.shape[1] // heads, grid.rows
@@ -167,13 +160,19 @@ def assert_exact_logits(
     torch.testing.assert_close(lse, want_lse, rtol=5e-7, atol=0)
 
 
-def test_queries_that_see_no_key(device: str) -> None:
-    """In some splits, or in none of them; a NaN stays in its row."""
+def of_four(device: str) -> tuple[SplitKV, list[int]]:
+    """Of one tile, whose blocks four splits share; and their places."""
     counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
     lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
     splits = not_none(split_kv((1, 1), (1, 65536), 64, lists, 128))
     slots = [slot for slot in splits.work[2].tolist() if slot >= 0]
     assert len(slots) == 4
+    return splits, slots
+
+
+def test_queries_that_see_no_key(device: str) -> None:
+    """In some splits, or in none of them; a NaN stays in its row."""
+    splits, slots = of_four(device)
     lse = torch.randn(4, 128, dtype=torch.float64, device=device)
     parts = torch.randn(4, 128, 64, dtype=torch.float64, device=device)
     lse[0, ::3] = lse[2, ::4] = lse[:, 5] = float("-inf")
@@ -194,10 +193,7 @@ def test_queries_that_see_no_key(device: str) -> None:
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e9, 1e30])
 def test_large_logits_lose_nothing(size: float, device: str) -> None:
     """Splits have equal weights, beside any reference, where a logarithm of their sums would round them away."""
-    counts = torch.full((1, 1, 1), 128, dtype=torch.int32, device=device)
-    lists = BlockPlan(counts, counts * 0, torch.zeros(1, 1, 1, 512, dtype=torch.int16, device=device), 128, 128)
-    splits = not_none(split_kv((1, 1), (1, 65536), 64, lists, 128))
-    slots = [slot for slot in splits.work[2].tolist() if slot >= 0]
+    splits, slots = of_four(device)
     weights = torch.tensor([1.0, 2.3, 5.1, 0.7], device=device)
     splits.sums[slots, 0], splits.sums[slots, 1] = size, weights[:, None].expand(4, 128)
     splits.out[slots] = torch.arange(4.0, device=device)[:, None, None].expand(4, 128, 64)

@@ -29,12 +29,7 @@ class EarlyStop(bs.Executor[bs.Permutation, bs.RankedBlockMask]):
 
 
 # A per-segment order into an executor that gathers once.
-order: bs.Pipeline[bs.Permutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
-    PerSegment(),
-    Logits(),
-    bs.TopK(4),
-    bs.TritonExecutor(),  # E: Argument 4 to "Pipeline" has incompatible type "TritonExecutor"; expected "Executor[Permutation, BlockMask]"
-)
+order: bs.Pipeline[bs.Permutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(PerSegment(), Logits(), bs.TopK(4), bs.TritonExecutor())  # E: Argument 4 to "Pipeline" has incompatible type "TritonExecutor"; expected "Executor[Permutation, BlockMask]"
 
 # Values that are no argument of the role, and logits by values into a rule for masses.
 @attrs.frozen(eq=False)
@@ -43,28 +38,10 @@ class WithoutValues(bs.ValueScorer[bs.Permutation, bs.BlockScores]):
         raise NotImplementedError
 
 
-by_values: bs.Pipeline[bs.GlobalPermutation, bs.BlockLogits, bs.BlockMask] = bs.Pipeline(
-    bs.Identity(),
-    bs.OutputAwareScorer(),
-    bs.TopCdf(0.9),  # E: Argument 3 to "Pipeline" has incompatible type "TopCdf"; expected "Selector[BlockLogits, BlockMask]"
-    bs.AutoExecutor(),
-)
-
-# Logits into a rule for masses.
-logits: bs.Pipeline[bs.GlobalPermutation, bs.BlockScores, bs.BlockMask] = bs.Pipeline(
-    bs.Identity(),
-    Logits(),
-    bs.TopCdf(0.9),  # E: Argument 3 to "Pipeline" has incompatible type "TopCdf"; expected "Selector[BlockScores, BlockMask]"
-    bs.ReferenceExecutor(),
-)
+by_values: bs.Pipeline[bs.GlobalPermutation, bs.BlockLogits, bs.BlockMask] = bs.Pipeline(bs.Identity(), bs.OutputAwareScorer(), bs.TopCdf(0.9), bs.AutoExecutor())  # E: Argument 3 to "Pipeline" has incompatible type "TopCdf"; expected "Selector[BlockLogits, BlockMask]"
 
 # An unranked mask into early stop.
-unranked: bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask] = bs.Pipeline(
-    bs.Identity(),
-    bs.MeanPoolScorer(),
-    bs.TopCdf(0.9),
-    EarlyStop(),  # E: Argument 4 to "Pipeline" has incompatible type "EarlyStop"; expected "Executor[GlobalPermutation, BlockMask]"
-)
+unranked: bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask] = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), bs.TopCdf(0.9), EarlyStop())  # E: Argument 4 to "Pipeline" has incompatible type "EarlyStop"; expected "Executor[GlobalPermutation, BlockMask]"
 
 # Swapped stages.
 swapped: bs.Pipeline[bs.GlobalPermutation, bs.BlockMass, bs.BlockMask] = bs.Pipeline(
