@@ -86,6 +86,23 @@ def _no_grad() -> Iterator[None]:
 
 
 @pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Neither what torch.compile knows of other tests is used, nor are they told of what it learns here."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command `tune` knows no others, which would take a minute."""
+    from blocksparse.tools.tune import tune
+    from tests.tune.tiny import CANDIDATES
+
+    monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": CANDIDATES[:2]})
+
+
+@pytest.fixture
 def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where the kernel for CPUs cannot be compiled."""
     from blocksparse.kernels.attention import cpu_attention

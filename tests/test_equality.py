@@ -154,13 +154,11 @@ def test_a_choice_for_another_call_is_refused() -> None:
     pipeline = bs.mean_pooling(0.5, block=16, executor=bs.CpuExecutor())
     q, k, v = make_qkv(N=100, D=16)
     choice = pipeline.choose(q, k)
-    with pytest.raises(
-        ValueError, match=r"made for \(B, Hq, Hkv, M, N, D\) = \(1, 4, 2, 100, 100, 16\), and q and"
-    ):
+    message = r"made for \(B, Hq, Hkv, M, N, D\) = \(1, 4, 2, 100, 100, 16\), and q and"
+    with pytest.raises(ValueError, match=message):
         pipeline.attend(q[:, :, 1:], k, v, choice)
-    with pytest.raises(
-        ValueError, match=r"this choice was made for torch\.float32, and q and k are torch\.float16"
-    ):
+    message = r"this choice was made for torch\.float32, and q and k are torch\.float16"
+    with pytest.raises(ValueError, match=message):
         pipeline.attend(q.half(), k.half(), v.half(), choice)
     with pytest.raises(TypeError, match="'choice' must be a Choice: "):
         pipeline.attend(q, k, v, choice.mask)  # type: ignore[arg-type]

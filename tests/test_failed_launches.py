@@ -95,9 +95,8 @@ def test_a_named_executor_says_so_in_a_sentence(
     planted = plant(monkeypatch, module)
     with caplog.at_level(logging.WARNING, "blocksparse"):
         for _ in range(3):
-            with pytest.raises(
-                UnsupportedError, match=r"_kernel cannot .*300000.*\. Use|_kernel cannot .*\. Choose"
-            ) as error:
+            message = r"_kernel cannot .*300000.*\. Use|_kernel cannot .*\. Choose"
+            with pytest.raises(UnsupportedError, match=message) as error:
                 named(q, k, v)
             assert "\n" not in str(error.value)
             assert error.value.__cause__ is None

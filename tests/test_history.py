@@ -473,10 +473,10 @@ def test_head_groups_and_reused_masks_pass_it_on() -> None:
     assert torch.equal(rule.attend(*part, choice).out, rule(*part, remaining=20))
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_a_compiled_call_takes_any_number() -> None:
     q, k, v = make_qkv(**WHOLE)
     rule, graphs = pipeline(RULES["by scores as well"]), CompileCounter()
-    torch.compiler.reset()
     call = torch.compile(lambda q, k, v, more: rule(q, k, v, remaining=more) * 1, backend=graphs, fullgraph=True)
     for more in (300, 200, 100, 20, 7):
         assert torch.equal(call(q, k, v, more), rule(q, k, v, remaining=more))

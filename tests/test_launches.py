@@ -6,7 +6,7 @@ import inspect
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -27,17 +27,11 @@ from tests.meaning import assert_same_bits
 from tests.stages import ByReference
 
 each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 PLAIN: AnyPipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
 PER_HEAD: AnyPipeline = bs.Pipeline(
     bs.SegmentKeySort(256), bs.MeanPoolScorer(64), bs.TopCdf([0.6, 0.7, 0.8, 0.9]), bs.TritonExecutor()
 )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def on_its_kernel(preset: Callable[..., AnyPipeline]) -> AnyPipeline:

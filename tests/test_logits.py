@@ -244,9 +244,8 @@ def test_they_are_refused_in_one_sentence() -> None:
             call(q, k, v, softcap=0)
         with pytest.raises(ValueError, match="from 1e-30"):  # as a divisor in fp32 it would be 0
             call(q, k, v, softcap=1e-50)
-        with pytest.raises(
-            TypeError, match=r"'sinks' must be a number up to 2\*\*100, or -inf for no sink, or one per query head"
-        ):
+        message = r"'sinks' must be a number up to 2\*\*100, or -inf for no sink, or one per query head"
+        with pytest.raises(TypeError, match=message):
             call(q, k, v, sinks="1.0")
         with pytest.raises(ValueError, match="'sinks' has 2 entries for 4 query heads"):
             call(q, k, v, sinks=torch.zeros(2))
@@ -515,9 +514,8 @@ def test_what_knows_no_window_says_so() -> None:
         with pytest.raises(ValueError, match=no_window) as refused:
             attrs.evolve(everything, executor=executor)(q, k, v, window=40)
         assert "smaller" not in str(refused.value)  # blocks, say, which are no way out
-    with pytest.raises(
-        ValueError, match=r"made with window=None, and the call has window=40. Pass the spec of the"
-    ):
+    message = r"made with window=None, and the call has window=40. Pass the spec of the"
+    with pytest.raises(ValueError, match=message):
         attrs.evolve(everything, scorer=Forgetful())(q, k, v, window=40)
     for call in (everything, everything.trace, everything.with_lse):
         with pytest.raises(ValueError, match=r"a sliding window is causal, .* Call with causal=True"):

@@ -175,6 +175,7 @@ def test_autocast_takes_no_float64(device: str) -> None:
         PLAIN(q, k, v.double())
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_graph_converts_as_a_call_does(backend: str, inside: bool, device: str) -> None:
@@ -184,7 +185,6 @@ def test_a_graph_converts_as_a_call_does(backend: str, inside: bool, device: str
         with torch.autocast(device, torch.bfloat16, enabled=inside):
             return PLAIN(q, k, v)
 
-    torch.compiler.reset()
     q, k, v = make_qkv(N=100, device=device)
     compiled = torch.compile(layer if inside else PLAIN.__call__, fullgraph=True, backend=backend)
     for values, dtype in ((v.bfloat16(), torch.bfloat16), (v, torch.float32)):
@@ -193,7 +193,6 @@ def test_a_graph_converts_as_a_call_does(backend: str, inside: bool, device: str
             out = compiled(q, k, values)
         assert out.dtype == dtype
         assert torch.equal(out, want)
-    torch.compiler.reset()
 
 
 # ---- what the process makes new tensors like

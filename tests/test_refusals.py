@@ -208,9 +208,8 @@ PIPELINE, GROUPS = CALLED["pipeline"], CALLED["groups"]
     ],
 )
 def test_no_argument_is_taken_and_ignored(run: Any, more: Call) -> None:
-    with pytest.raises(
-        TypeError, match=f"window, softcap, sinks and remaining, but no {next(iter(more))}"
-    ) as error:
+    message = f"window, softcap, sinks and remaining, but no {next(iter(more))}"
+    with pytest.raises(TypeError, match=message) as error:
         run(*make_qkv(N=40, D=8), more)
     sentence(error)
 

@@ -107,6 +107,7 @@ def test_a_padded_batch_is_packed_prompts(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("groups", [False, True], ids=["pipeline", "head groups"])
 @pytest.mark.parametrize("heads_inside", [False, True])
 def test_a_graph_takes_any_sequences(groups: bool, heads_inside: bool, device: str) -> None:
@@ -116,7 +117,6 @@ def test_a_graph_takes_any_sequences(groups: bool, heads_inside: bool, device: s
     if heads_inside:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     graphs = CompileCounter()
-    torch.compiler.reset()
     compiled = torch.compile(lambda *x: attention(*x[:3], sequences=x[3]) + 1, backend=graphs, fullgraph=True)
     for more in range(12):
         sequences = bs.Sequences.packed([120 - 3 * more, *(more * [3])])
@@ -127,7 +127,6 @@ def test_a_graph_takes_any_sequences(groups: bool, heads_inside: bool, device: s
     assert same(compiled(q, k, v, None), attention(q, k, v) + 1)
     with pytest.raises(ValueError, match="must sum to the tokens of q and k"):
         compiled(q, k, v, bs.Sequences.packed([119]))
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("in_a_graph", [False, True])

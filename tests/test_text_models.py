@@ -30,6 +30,7 @@ from blocksparse.tools.tune import tune
 from tests.tiny_model import byte_tokenizer
 from tests.tune import tiny
 
+pytestmark = pytest.mark.usefixtures("two_candidates")
 ENDS = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES = {
     "hidden_size": 64,
@@ -82,11 +83,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     ),
 }
 COMMANDS = ("inspect", "demo", "tune")
-
-
-@pytest.fixture(autouse=True)
-def _two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny.two_candidates(monkeypatch)
 
 
 def saved(config: Any, folder: Path) -> Path:

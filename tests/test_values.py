@@ -296,9 +296,8 @@ def test_a_mask_of_another_call(executor: bs.Executor[Any, Any]) -> None:
     with pytest.raises(ValueError, match=r"were made with window=None, and the call has window=9\. Pass the spec"):
         executor(Q, K, V, everything(grid()), bs.AttentionSpec(scale=0.25, window=9))
     shorter = everything(grid(q=Q[:, :, :40], k=K[:, :, :40]))
-    with pytest.raises(
-        ValueError, match=r"\(B, Hq, Hkv, M, N\) = \(1, 4, 2, 40, 40\), and q and k have \(1, 4, 2, 64, 64\)"
-    ):
+    message = r"\(B, Hq, Hkv, M, N\) = \(1, 4, 2, 40, 40\), and q and k have \(1, 4, 2, 64, 64\)"
+    with pytest.raises(ValueError, match=message):
         executor(Q, K, V, shorter, asked(shorter, 0.25))
     with pytest.raises((ValueError, TypeError), match="'v' must have the heads, tokens and device of 'k'"):
         executor(Q, K, V[:, :, 1:], everything(grid()), asked(everything(grid()), 0.25))
@@ -510,9 +509,8 @@ def test_type_parameters_may_say_little(scorer: bs.Scorer[Any, Any]) -> None:
 
 
 def test_a_type_parameter_may_name_several_types() -> None:
-    with pytest.raises(
-        TypeError, match="TakesEither needs a BlockMass or a VerticalSlashScores, and NoScorer gives"
-    ):
+    message = "TakesEither needs a BlockMass or a VerticalSlashScores, and NoScorer gives"
+    with pytest.raises(TypeError, match=message):
         composed(bs.Identity(), bs.NoScorer(), TakesEither(), REFERENCE)()
     for scorer in (bs.MeanPoolScorer(16), bs.VerticalSlashScorer(16)):
         bs.Pipeline(bs.Identity(), scorer, TakesEither(), REFERENCE)

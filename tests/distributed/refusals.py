@@ -71,9 +71,8 @@ def on_rank_1(**changed: Any) -> Case:
             name: arguments.pop(name) for name in ("causal", "scale", "remaining", "softcap") if name in arguments
         }
         parts, attention = arguments.pop("parts", 2), arguments.pop("attention", POOLED)
-        with pytest.raises(
-            ValueError, match=r"^the ranks of mesh dimension 'ranks' must make one call with the same"
-        ):
+        message = r"^the ranks of mesh dimension 'ranks' must make one call with the same"
+        with pytest.raises(ValueError, match=message):
             Ulysses(attention, mesh, "ranks", parts=parts)(*make_qkv(seed=rank, **arguments), **options)
 
     return case

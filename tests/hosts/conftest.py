@@ -17,6 +17,6 @@ def _registries_are_left_as_found() -> Iterator[None]:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    before = [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
+    before = [dict(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
     yield
-    assert [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)] == before
+    assert [dict(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)] == before

@@ -289,9 +289,8 @@ def test_latents_of_pictures_and_references(nodes: Any) -> None:
 
 def test_bad_block_lists(nodes: Any) -> None:
     model, _ = wan()
-    with pytest.raises(
-        ValueError, match=r"'dense_blocks' must be numbers and ranges, as in '0, 1, 47-49': 'first'"
-    ):
+    message = r"'dense_blocks' must be numbers and ranges, as in '0, 1, 47-49': 'first'"
+    with pytest.raises(ValueError, match=message):
         patched(nodes, model, dense_blocks="0, first")
     assert sys.modules[nodes.__name__ + ".node"].numbers("0, 3-5 9") == {0, 3, 4, 5, 9}
 

@@ -36,19 +36,11 @@ from blocksparse.hosts.diffusers.adapter import StepCounter
 from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.layers.schedule import LayerPipeline
 
+# Mochi asks for autocast to fp32, which CPUs do not have.
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 each_model = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 JOINT = [name for name in CASES if name not in ("wan", "ltx")]  # text in the same sequence
 PADDED = ["hunyuan_video", "hunyuan_video_15", "qwen_image", "mochi"]
-
-
-@pytest.fixture(autouse=True)
-def _warnings_of_diffusers() -> Any:
-    """Mochi asks for autocast to fp32, which CPUs do not have."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="In CPU autocast")
-        yield
 
 
 DENSE_LIMIT: AnyPipeline = bs.Pipeline(
@@ -219,9 +211,8 @@ def test_an_order_with_a_grid_of_its_own_must_fit() -> None:
         expected = run(model, given(CASES["wan"], SMALL))
     with attached(model, watched(ByReference(), fits)):
         assert torch.equal(run(model, given(CASES["wan"], SMALL)), expected)
-        with pytest.raises(
-            ValueError, match=r"made for the grid \(3, 4, 6\), and the tokens .* \(2, 7, 5\). Leave"
-        ):
+        message = r"made for the grid \(3, 4, 6\), and the tokens .* \(2, 7, 5\). Leave"
+        with pytest.raises(ValueError, match=message):
             run(model, given(CASES["wan"], LARGE))
     for order in (bs.HilbertOrder(SMALL, prefix=7), bs.HilbertOrder(SMALL, suffix=7)):
         with pytest.raises(ValueError, match="the model says where its text stands, so leave out"):

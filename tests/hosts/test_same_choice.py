@@ -31,12 +31,12 @@ def watching(block: int = 16) -> tuple[ByReference, bs.Pipeline[Any, Any, Any]]:
     return executor, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(block), bs.TopK(2), executor)
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layers_of_a_language_model(compiled: bool) -> None:
     """Prompts of two lengths in a batch, and another batch after it; layer 0 chooses for itself."""
     model, (executor, pipeline) = tiny_llama(num_hidden_layers=4), watching()
     schedule, lengths = bs.Schedule(pipeline, same_choice=((1, 2, -1),)), [150] if compiled else [150, 100]
-    torch.compiler.reset()
     call: Any = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     with language.attach(model, schedule, min_tokens=16, min_queries=1):
         chosen = []
@@ -54,7 +54,6 @@ def test_layers_of_a_language_model(compiled: bool) -> None:
             assert layers[0][0] is not layers[1][0]
             chosen.append(layers[1][0].keep)
         assert not torch.equal(*chosen)
-    torch.compiler.reset()
 
 
 def test_layers_with_and_without_a_window_share_no_choice() -> None:

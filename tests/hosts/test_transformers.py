@@ -487,6 +487,7 @@ def test_bidirectional_modules_are_dense(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "broken"])
 def test_compiled_chunks_are_sparse(whole: bool) -> None:
     """In one graph, or in parts: what a mask says survives a break. Detached, the compiled model is as before."""
@@ -497,7 +498,6 @@ def test_compiled_chunks_are_sparse(whole: bool) -> None:
     plain = run(model)
     with attached(model, eager, SPARSE):
         expected = run(model)
-    torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager" if whole else "eager", fullgraph=whole)
     with attached(model, recorder, SPARSE):
         torch.testing.assert_close(run(compiled), expected, atol=2e-4, rtol=1e-4)
@@ -506,23 +506,22 @@ def test_compiled_chunks_are_sparse(whole: bool) -> None:
     if whole:
         torch.testing.assert_close(run(compiled), plain, atol=2e-4, rtol=1e-4)
         assert recorder.sparse_calls() == {0: 2, 1: 2}
-    torch.compiler.reset()
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("cache", [False, True])
 def test_a_compiled_model_that_is_dense_says_so(cache: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Without a cache transformers makes masks inside of what is compiled; a log tells it when it is detached."""
     model, recorder = tiny_llama(num_hidden_layers=1), DensityRecorder()
-    torch.compiler.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad(), attach(model, SPARSE, recorder=recorder):
         compiled(torch.randint(16, (1, 600)), use_cache=cache)
-    torch.compiler.reset()
     assert bool(recorder.sparse_calls()) == cache
     assert ("compiled" in caplog.text) != cache
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("padding", [0, 17])
 def test_generate_compiles_chunks_of_a_static_cache(padding: int) -> None:
     """As it does by itself on a GPU: it makes the masks outside of what it compiles."""
@@ -533,10 +532,8 @@ def test_generate_compiles_chunks_of_a_static_cache(padding: int) -> None:
     expected = generate(model, ids, **how)
     compiling = transformers.generation.CompileConfig(backend="eager")
     compiling._compile_all_devices = True
-    torch.compiler.reset()
     with attached(model, recorder):
         actual = generate(model, ids, compile_config=compiling, **how)
-    torch.compiler.reset()
     assert torch.equal(actual, expected)
     assert recorder.sparse_calls()[0] >= 3
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ pytest.importorskip("transformers")
 
 import transformers
 from tests.hosts.test_transformers import LAYERS, SPARSE, attached, make, tokens
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from blocksparse.hosts.transformers import DensityRecorder, attach
@@ -24,13 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its o
 OLD = "cache" not in inspect.signature(sdpa_attention_forward).parameters
 new = pytest.mark.skipif(OLD, reason="an older transformers")
 PROMPTS = [tokens(n)[0].tolist() for n in (70, 33, 90)]
-
-
-@pytest.fixture(autouse=True)
-def _sdpa_is_left_as_found() -> Iterator[None]:
-    before = AttentionInterface._global_mapping["sdpa"]
-    yield
-    assert AttentionInterface._global_mapping["sdpa"] is before
 
 
 def generated(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:

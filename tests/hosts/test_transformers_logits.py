@@ -275,17 +275,16 @@ def test_gradients_of_sinks_are_dense() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 @each_model
 def test_compiled_models_are_dense_there(name: str) -> None:
     model, ids = with_sinks(name), tokens(60)
     expected = model(ids, use_cache=False).logits
-    torch.compiler.reset()
     with attached(model, recorder := DensityRecorder()):
         compiled: Any = torch.compile(model, backend="eager")
         actual = compiled(ids, use_cache=False).logits
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
     assert recorder.sparse_calls() == {}
-    torch.compiler.reset()
 
 
 # Sliding windows
@@ -304,6 +303,7 @@ def test_the_pipeline_attends_within_windows(name: str, length: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 @pytest.mark.parametrize("padding", [0, 9])
 def test_layers_that_are_compiled_for_any_length_know_their_window(name: str, padding: int) -> None:
@@ -312,12 +312,10 @@ def test_layers_that_are_compiled_for_any_length_know_their_window(name: str, pa
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     expected = model(ids, attention_mask=mask).logits
-    torch.compiler.reset()
     for layer in model.model.layers:
         layer.compile(backend="eager", dynamic=True)
     with attached(model, recorder, min_window=WINDOW):
         actual = model(ids, attention_mask=mask).logits
-    torch.compiler.reset()
     torch.testing.assert_close(actual[:, padding:], expected[:, padding:], atol=2e-4, rtol=1e-4)
     assert recorder.sparse_calls() == dict.fromkeys(
         range(LAYERS), 1 + bool(padding)

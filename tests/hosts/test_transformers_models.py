@@ -279,14 +279,13 @@ class _Wrapper(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("wrap", [_Wrapper, lambda model: torch.compile(model, backend="eager")])
 def test_wrapped_models_are_attached_to(wrap: Callable[[Any], Any]) -> None:
     model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
-    torch.compiler.reset()
     assert_as_alone(wrap(model), lambda wrapped: wrapped(ids).logits, recorder)
     assert all_sparse(recorder)
     assert model.config._attn_implementation == "eager"
-    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # that of peft

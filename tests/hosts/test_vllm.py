@@ -505,40 +505,39 @@ def test_a_wrong_configuration_is_one_sentence(given: object, sentence: str) -> 
     assert "\n" not in str(error.value)
 
 
+def refused(sentence: str, additional: object, served: Served = SERVED) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        Settings.of(additional, served, HOST)
+
+
 @pytest.mark.parametrize("additional", [{}, {"other": 1}, None, {"blocksparse": None}])
 def test_no_configuration_is_one_sentence(additional: object) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"^the attention backend BLOCKSPARSE needs to know what to run\. "
-    ):
-        Settings.of(additional, SERVED, HOST)
+    refused(r"^the attention backend BLOCKSPARSE needs to know what to run\. ", additional)
 
 
 def test_what_does_not_go_with_several_gpus_or_drafts() -> None:
     given = {"blocksparse": {"preset": "pbs_attn", "settings": {"mass": [0.9] * 8}}}
     Settings.of(given, SERVED, HOST)
-    with pytest.raises(
-        ConfigurationError, match=r"'mass' must be one number for all heads, because each of 2 GPUs "
-    ):
-        Settings.of(given, Served("llama", 4, 8, 2, ranks=2), HOST)
-    with pytest.raises(ConfigurationError, match=r"'min_queries' must be above 81, the most queries that a "):
-        Settings.of({"blocksparse": {"preset": "s2o"}}, Served("llama", 4, 8, 2, draft_tokens=40), HOST)
+    spread, drafting = Served("llama", 4, 8, 2, ranks=2), Served("llama", 4, 8, 2, draft_tokens=40)
+    refused("'mass' must be one number for all heads, because each of 2 GPUs ", given, spread)
+    refused(
+        "'min_queries' must be above 81, the most queries that a ", {"blocksparse": {"preset": "s2o"}}, drafting
+    )
 
 
 def plan_file(folder: Path, heads: tuple[int, ...] | None) -> str:
     pytest.importorskip("cattrs")
     pytest.importorskip("scipy")
-    from blocksparse.presets.named import Candidate
-    from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Plan, Try
+    from tests.tune.tiny import evidence
 
-    tried = Try(0.3, 0.0, 0.0, 1, 1.0, (AtLength(64, 0.3, 0.0, 0.0, 1, 1, 1),))
-    evidence = Evidence(
-        "kl", "density", 0.1, 0.1, (64,), "", "", 1, 1, 0.0, 0.0, 1.0, 1, tried, (tried,), 1, "float32", "cpu", {}
-    )
+    from blocksparse.presets.named import Candidate
+    from blocksparse.presets.plan import Fingerprint, Part, Plan
+
     chosen = Candidate("pbs_attn", {"mass": 0.8})
     parts = [Part(0, heads, chosen, 0.3, 0.0, 0.0, 1.0), Part(1, None, None, 1.0, 0.0, 0.0, 1.0)]
     if heads is not None:
         parts.append(Part(0, (1,), None, 1.0, 0.0, 0.0, 1.0))
-    plan = Plan(Fingerprint("tiny", "llama", 2, 8, 2, "0" * 32), tuple(parts), evidence)
+    plan = Plan(Fingerprint("tiny", "llama", 2, 8, 2, "0" * 32), tuple(parts), evidence())
     plan.save(folder / "plan.json")
     return str(folder / "plan.json")
 
@@ -548,10 +547,7 @@ def test_a_plan_says_what_each_layer_does(tmp_path: Path) -> None:
     settings = Settings.of(given, Served("llama", 2, 8, 2, ranks=2), HOST)
     assert isinstance(settings.layers[0], bs.Pipeline)
     assert settings.layers[1] is None
-    with pytest.raises(
-        ConfigurationError, match=r"made for another model, tiny \(it differs in layers: 2 and 4\)"
-    ):
-        Settings.of(given, SERVED, HOST)
+    refused(r"made for another model, tiny \(it differs in layers: 2 and 4\)", given)
 
 
 def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
@@ -559,10 +555,8 @@ def test_a_plan_for_single_heads_needs_all_heads(tmp_path: Path) -> None:
     layer = Settings.of(given, Served("llama", 2, 8, 2), HOST).layers[0]
     assert isinstance(layer, bs.HeadGroups)
     assert [part and part.executor for part in layer.groups.values()] == [bs.AutoExecutor(dense_below=0), None]
-    with pytest.raises(
-        ConfigurationError, match="the plan chooses for single heads in layer 0, but each of 2 GPUs"
-    ):
-        Settings.of(given, Served("llama", 2, 8, 2, ranks=2), HOST)
+    sentence = "the plan chooses for single heads in layer 0, but each of 2 GPUs"
+    refused(sentence, given, Served("llama", 2, 8, 2, ranks=2))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from blocksparse.order.content_orders import SegmentQuerySort
 from blocksparse.presets.text import pbs_attn_plus
 from blocksparse.testing import make_qkv, masked_attention
 
-STRUCTURED = ("pbs_02_n2048_d128", "xattn_01_n2048_d64_s8")
 REFERENCE = bs.ReferenceExecutor()
 
 

@@ -183,7 +183,6 @@ def test_grids_are_asked_for() -> None:
     for preset, name in ((bs.radial, "Radial"), (partial(bs.lva, period=2, radius=1), "Frames")):
         with pytest.raises(ValueError, match=f"{name} has no grid. Give it as"):
             preset()(q, k, v, causal=False)
-        with pytest.raises(
-            ValueError, match=rf"{name} needs at least 67 keys \(prefix 3 \+ grid 4 x 4 x 4 = 64\)"
-        ):
+        message = rf"{name} needs at least 67 keys \(prefix 3 \+ grid 4 x 4 x 4 = 64\)"
+        with pytest.raises(ValueError, match=message):
             preset((4, 4, 4), prefix=3)(q, k, v, causal=False)

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 import blocksparse as bs
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.presets.named import UpTo
-from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Try
+from blocksparse.presets.plan import AtLength, Fingerprint, Part
 from blocksparse.tools.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
 from tests.hosts.small_models import small_model
 from tests.machine import python
@@ -30,19 +30,13 @@ from tests.tune import tiny
 
 
 def plan_for(model: Any) -> Plan:
-    short, long = (AtLength(n, 0.5, 0.01, 0.02, 4, 3, 3) for n in (128, 256))
-    tried = Try(0.5, 0.01, 0.02, 6, 1.5, (short, long))
-    evidence = Evidence(
-        "kl", "density", 0.03, 0.1, (256,), "abc", "def", 4, 3, 1e-4, 2e-4, 3.0, 1, tried, (tried,), 8,
-        "float32", "cpu", {"blocksparse": "0"},
-    )  # fmt: skip
     parts = (
         Part(0, None, None, 1.0, 0.0, 0.0, 1.0),
         Part(1, (0,), tiny.pooled(0.8, 32), 0.5, 0.01, 0.02, 0.5),
         Part(1, (1,), None, 1.0, 0.0, 0.0, 0.5),
         Part(2, None, Candidate("s2o", {"tau": 0.1, "S": 64, "block": 16}), 0.4, 0.01, 0.02, 0.5),
     )
-    return Plan(Fingerprint.of(model), parts, evidence)
+    return Plan(Fingerprint.of(model), parts, tiny.evidence())
 
 
 @pytest.fixture(scope="module")

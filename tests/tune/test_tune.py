@@ -454,13 +454,8 @@ def folder(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
-@pytest.fixture
-def _two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny.two_candidates(monkeypatch)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_two_candidates")
+@pytest.mark.usefixtures("two_candidates")
 def test_the_command_writes_a_plan_and_says_what_it_does(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -585,7 +580,7 @@ def test_the_command_refuses_in_one_sentence(
     assert not (tmp_path / "plan.json").exists()
 
 
-@pytest.mark.usefixtures("_two_candidates")
+@pytest.mark.usefixtures("two_candidates")
 def test_the_command_says_that_calls_are_too_large(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from blocksparse.tools.tune import Candidate, TunePrompt, tune
+from blocksparse.presets.plan import AtLength, Evidence, Try
+from blocksparse.tools.tune import Candidate, TunePrompt
 from tests.tiny_model import tiny_llama
 
 LAYERS, HEADS, KV_HEADS, VOCABULARY, TOKENS = 3, 4, 2, 260, 256
@@ -19,6 +19,16 @@ def network(seed: int = 0, **other: Any) -> Any:
     for name, weight in model.requires_grad_(False).named_parameters():
         weight.mul_(15 if "q_proj" in name or "k_proj" in name else 3 if "norm" not in name else 1)
     return model
+
+
+def evidence() -> Evidence:
+    """Of a plan that nobody measured."""
+    short, long = (AtLength(n, 0.5, 0.01, 0.02, 4, 3, 3) for n in (128, 256))
+    tried = Try(0.5, 0.01, 0.02, 6, 1.5, (short, long))
+    return Evidence(
+        "kl", "density", 0.03, 0.1, (256,), "abc", "def", 4, 3, 1e-4, 2e-4, 3.0, 1, tried, (tried,), 8,
+        "float32", "cpu", {"blocksparse": "0"},
+    )  # fmt: skip
 
 
 def prompts(count: int, seed: int) -> list[TunePrompt]:
@@ -40,8 +50,3 @@ CANDIDATES = (
     Candidate("a_shape", {"sink": 16, "local": 64, "block": 16}),
     Candidate("s2o", {"tau": 0.1, "S": 64, "block": 16}),
 )
-
-
-def two_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command `tune` knows no others, which would take a minute."""
-    monkeypatch.setattr(tune, "__kwdefaults__", {**(tune.__kwdefaults__ or {}), "candidates": CANDIDATES[:2]})

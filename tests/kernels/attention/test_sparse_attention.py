@@ -655,9 +655,8 @@ def test_a_scale_above_zero_gives_the_same_logits(scale: float) -> None:
 def test_hopper_says_what_it_cannot(device: str) -> None:
     q, k, v = make_qkv(N=70, D=20, device=device)
     front = bs.Identity(), bs.MeanPoolScorer(48), bs.TopK(2)
-    with pytest.raises(
-        ValueError, match=r"takes float16 and bfloat16, not torch.float32.*multiples of 8 up to 256"
-    ):
+    message = r"takes float16 and bfloat16, not torch.float32.*multiples of 8 up to 256"
+    with pytest.raises(ValueError, match=message):
         bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2)))(q, k, v)
     with pytest.raises(ValueError, match="cannot be combined with 'pv_skip'"):
         bs.Pipeline(*front, bs.TritonExecutor(HopperTiles(2, 128, 2), pv_skip=-3.0))(q, k, v)
