@@ -1021,8 +1021,11 @@ def test_a_function_of_users_is_not_replaced(place: dict[str, Any], name: str, d
         model(tokens(60))
 
 
-def of_ones_own(*, bias: float) -> Any:
-    """A model whose attention is a class of this file, and adds a bias by itself, or one that it is given."""
+def of_ones_own(*, bias: float, below: bool = False) -> Any:
+    """A model whose attention is a class of this file, and adds a bias by itself, or one that it is given.
+
+    `below` another class, which calls the forward of this one, in the last layer alone.
+    """
 
     def own(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slope: Any = None, **options: Any) -> Any:
         place = torch.arange(k.shape[2], dtype=q.dtype)
@@ -1033,9 +1036,14 @@ def of_ones_own(*, bias: float) -> Any:
     names = vars(modeling_llama) | {"eager_attention_forward": own}
     forward = FunctionType(base.forward.__code__, names, argdefs=base.forward.__defaults__)
     kind = type("Own", (base,), {"forward": forward, "__module__": __name__})
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = kind
+    for layer in model.model.layers[-1:] if below else model.model.layers:
+        layer.self_attn.__class__ = type("Above", (_Above, kind), {"__module__": __name__}) if below else kind
     return model
+
+
+class _Above(torch.nn.Module):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return super().forward(*args, **options)
 
 
 def test_what_attention_of_ones_own_adds_is_not_lost() -> None:
@@ -1043,6 +1051,9 @@ def test_what_attention_of_ones_own_adds_is_not_lost() -> None:
     ids, recorder = tokens(60), DensityRecorder()
     with pytest.raises(ValueError, match=r"by the eager function of Own, a function of .*transformers that"):
         attach(of_ones_own(bias=0.01).bfloat16(), SPARSE)
+    with pytest.raises(ValueError, match=r"by the eager function of Above, a function of .*transformers that"):
+        attach(of_ones_own(bias=0.01, below=True), SPARSE)
+    assert_same_logits(of_ones_own(bias=0.0, below=True), lambda model: model(ids).logits, None)
     model = of_ones_own(bias=0.0)
     assert_same_logits(model, lambda model: model(ids).logits, recorder)
     assert all_sparse(recorder)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
 
 from blocksparse.batch.sequences import Sequences
+from blocksparse.hosts.transformers.own_function import forwards_of
 from blocksparse.hosts.transformers.prompt_mask import PromptMask, padded_behind
 
 _ROWS = 256  # queries of a mask that are looked at together
@@ -195,8 +196,7 @@ def asks_for_its_function(module: type[nn.Module]) -> bool:
     What a class says of itself (`_supports_attention_backend`) is missing in many models that do. So this looks at
     which names the forward of the module uses.
     """
-    forward = inspect.unwrap(module.forward)
-    return isinstance(forward, FunctionType) and _ASKS in forward.__code__.co_names
+    return any(_ASKS in forward.__code__.co_names for forward in forwards_of(module))
 
 
 def uses_own_masks(module: type[nn.Module]) -> str | None:

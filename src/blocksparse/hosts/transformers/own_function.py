@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,11 +17,23 @@ BY_QUERY = ("position_bias", "s_aux", "sinks")  # `[B|1, Hq|1, M|1, N|1]`, if th
 _OPTIONS = frozenset(ONLY_EAGER + BY_QUERY)
 
 
+def forwards_of(kind: type[nn.Module]) -> Iterator[FunctionType]:
+    """The forward of a class, and of its base classes as far as one calls the next."""
+    for base in kind.__mro__:
+        forward = inspect.unwrap(vars(base).get("forward", base))
+        if isinstance(forward, FunctionType):
+            yield forward
+            if "super" not in forward.__code__.co_names:
+                return
+
+
 def eager_of(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The function that the forward of a class names for "eager": most models have one, and some have several."""
-    forward: Any = inspect.unwrap(kind.forward)
-    names = (name for name in forward.__code__.co_names if name.endswith("eager_attention_forward"))
-    return next((forward.__globals__[name] for name in names if name in forward.__globals__), None)
+    for forward in forwards_of(kind):
+        names = (name for name in forward.__code__.co_names if name.endswith("eager_attention_forward"))
+        if own := next((forward.__globals__[name] for name in names if name in forward.__globals__), None):
+            return own  # type: ignore[no-any-return]
+    return None
 
 
 def refused_of(kind: type[nn.Module], *, eager: bool) -> frozenset[str]:
