@@ -26,9 +26,6 @@ def triton_target(has: hardware.Hardware) -> GPUTarget:
     return GPUTarget("hip", has.name, has.warp)
 
 
-_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-
-
 def overwritten_barriers(ptx: str) -> list[int]:
     """Offsets in shared memory of barriers where the program also stores what is no barrier.
 
@@ -105,7 +102,8 @@ def report_of(compiled: Any) -> dict[str, int]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+            tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+            command = [str(tools / "cuobjdump"), "--dump-resource-usage", file.name]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
         spills = _stored(compiled, int(stack)) if int(stack) else 0

@@ -152,9 +152,6 @@ class Threshold(Selector[BlockScores, BlockMask]):
         return BlockMask(keep_visible(keep, grid, diagonal=True), grid)
 
 
-_LEAST_VARIANCE = 1e-6 * math.log(2) ** 2  # 1e-6 for logits in base 2, as in the authors' code
-
-
 @final
 @frozen(cache_hash=True)
 class MeanStd(Selector[BlockLogits, BlockMask]):
@@ -181,7 +178,8 @@ class MeanStd(Selector[BlockLogits, BlockMask]):
             variance = _sum((values - mean.to(values.dtype)).square(), visible) / count
         else:
             variance = scores.variance.unsqueeze(-1).double()
-        bound = mean + tau * (variance + _LEAST_VARIANCE).sqrt()
+        least = 1e-6 * math.log(2) ** 2  # 1e-6 for logits in base 2, as in the authors' code
+        bound = mean + tau * (variance + least).sqrt()
         keep = values > bound.to(values.dtype)
         keep = keep if scores.forced is None else keep | scores.forced
         return BlockMask(keep_visible(keep, grid, diagonal=True), grid)

@@ -114,9 +114,6 @@ def coarse_order(mean: Tensor, k: Tensor, until: int, S: int, out: Tensor) -> No
         out[:, :, rows, order.shape[-1] :] = -1
 
 
-_QUERIES_AT_ONCE = 1 << 12
-
-
 @on_gpus(*FLOATS)
 @compiled(cpu_scores.mean_and_products_on_cpu, lambda x, *_, **__: cpu_scores.takes(x))
 def mean_and_products(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> tuple[Tensor, Tensor]:
@@ -126,7 +123,5 @@ def mean_and_products(q: Tensor, guide: Tensor, S: int, lead: int = 0) -> tuple[
         S: queries per segment.
         lead: empty places before the first query in segment 0, fewer than `S`.
     """
-    parts = [
-        products(part.to(guide.dtype), guide.unsqueeze(2)).squeeze(-1) for part in q.split(_QUERIES_AT_ONCE, dim=2)
-    ]
+    parts = [products(part.to(guide.dtype), guide.unsqueeze(2)).squeeze(-1) for part in q.split(4096, dim=2)]
     return block_mean.reference(q, S, lead, False, None), torch.cat(parts, dim=-1)
