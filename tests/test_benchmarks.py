@@ -219,9 +219,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def test_prompts_that_no_engine_serves_are_refused_before_one_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_no_engine_serves_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["serving", "--length", "4096", "--cases", "1x2048 1x4000x97@512"])
     with pytest.raises(SystemExit):
         serving.main()

@@ -359,11 +359,6 @@ def halves(N: int = 300, D: int = 128, Dv: int | None = None, dtype: torch.dtype
 TILES = HopperTiles(2, 128, 4)
 
 
-def _named(options: dict[str, Any], reason: str) -> str:
-    """Reasons that come from tiles name them."""
-    return f"{options['tiles']} {reason}" if "tiles" in options else reason
-
-
 @needs_triton
 @pytest.mark.parametrize(
     ("options", "inputs", "blocks", "reason"),
@@ -389,7 +384,7 @@ def test_every_reason(
     q, k, v = halves(**inputs)
     mask = mask_of(q, k, bs.GlobalPermutation(), blocks=blocks)
     assert bs.Int8Executor(**options).unsupported(q, k, v, mask, asked(mask)) == (
-        [] if reason is None else [_named(options, reason)]
+        [] if reason is None else [f"{options['tiles']} {reason}" if "tiles" in options else reason]
     )
 
 

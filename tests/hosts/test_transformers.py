@@ -1021,11 +1021,8 @@ def test_a_function_of_users_is_not_replaced(place: dict[str, Any], name: str, d
         model(tokens(60))
 
 
-def of_ones_own(*, bias: float, below: bool = False) -> Any:
-    """A model whose attention is a class of this file, and adds a bias by itself, or one that it is given.
-
-    `below` another class, which calls the forward of this one, in the last layer alone.
-    """
+def of_ones_own(*, bias: float, through_super: bool = False) -> Any:
+    """A model whose attention is a class of this file, and adds a bias by itself, or one that it is given."""
 
     def own(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slope: Any = None, **options: Any) -> Any:
         place = torch.arange(k.shape[2], dtype=q.dtype)
@@ -1034,26 +1031,23 @@ def of_ones_own(*, bias: float, below: bool = False) -> Any:
 
     base, model = modeling_llama.LlamaAttention, make("llama")
     names = vars(modeling_llama) | {"eager_attention_forward": own}
-    forward = FunctionType(base.forward.__code__, names, argdefs=base.forward.__defaults__)
+    forward: Any = FunctionType(base.forward.__code__, names, argdefs=base.forward.__defaults__)
     kind = type("Own", (base,), {"forward": forward, "__module__": __name__})
-    for layer in model.model.layers[-1:] if below else model.model.layers:
-        layer.self_attn.__class__ = type("Above", (_Above, kind), {"__module__": __name__}) if below else kind
+    if through_super:
+        kind = type("Own", (kind,), {"forward": lambda x, **options: super(type(x), x).forward(**options)})
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = kind
     return model
-
-
-class _Above(torch.nn.Module):
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return super().forward(*args, **options)
 
 
 def test_what_attention_of_ones_own_adds_is_not_lost() -> None:
     """It is refused, and so is an option that no pipeline reads, when it is given. Plain attention is sparse."""
     ids, recorder = tokens(60), DensityRecorder()
-    with pytest.raises(ValueError, match=r"by the eager function of Own, a function of .*transformers that"):
-        attach(of_ones_own(bias=0.01).bfloat16(), SPARSE)
-    with pytest.raises(ValueError, match=r"by the eager function of Above, a function of .*transformers that"):
-        attach(of_ones_own(bias=0.01, below=True), SPARSE)
-    assert_same_logits(of_ones_own(bias=0.0, below=True), lambda model: model(ids).logits, None)
+    for through_super in (False, True):
+        with pytest.raises(ValueError, match=r"by the eager function of Own, a function of .*transformers that"):
+            attach(of_ones_own(bias=0.01, through_super=through_super).bfloat16(), SPARSE)
+    model = of_ones_own(bias=0.0, through_super=True)
+    assert_same_logits(model, lambda model: model(ids).logits, None)
     model = of_ones_own(bias=0.0)
     assert_same_logits(model, lambda model: model(ids).logits, recorder)
     assert all_sparse(recorder)
