@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from tests.hosts.test_transformers import (
 )
 from tests.largest import Largest
 from tests.stages import DenseBelow
+from transformers.models.llama import modeling_llama
 
 from blocksparse import AutoExecutor, FlashAttention4Executor, HeadGroups
 from blocksparse.hosts.transformers import DensityRecorder, attach
@@ -496,6 +498,61 @@ def test_a_mask_is_not_added_to_numbers() -> None:
         with pytest.raises(ValueError, match=r"^a part of this model adds its mask to numbers.*cannot run while"):
             add()
     assert torch.equal(torch.zeros(1, 1, 4, 4, dtype=torch.bool) + mask, mask.made())  # or, for bools
+
+
+class Masking(modeling_llama.LlamaAttention):  # type: ignore[misc]
+    """Attends by itself, and applies a mask to its logits."""
+
+    apply: Callable[[Tensor, Tensor], Tensor]
+
+    def forward(
+        self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, past_key_values: Any, **_: Any
+    ) -> Any:
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (part(hidden_states).view(shape).transpose(1, 2) for part in parts)
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        k, v = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (k, v))
+        weights = self.apply(self.scaling * q @ k.mT, attention_mask).softmax(-1)
+        return self.o_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda _, logits, mask: logits + mask.to(logits.dtype),
+        lambda _, logits, mask: logits + mask.clamp(min=-1e4),
+        lambda _, logits, mask: torch.add(logits, mask),
+        lambda _, logits, mask: logits.add_(mask[:, :, :, : logits.shape[-1]]),
+        lambda _, logits, mask: logits.masked_fill(mask != 0, -1e9),
+        lambda _, logits, mask: logits.masked_fill(mask.bool(), -1e9),
+    ],
+)
+def test_masks_of_eager_models_are_numbers_to_their_own_code(
+    apply: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Masking, "apply", apply, raising=False)
+    model = make("llama")
+    ids, recorder = tokens(80, batch=2), DensityRecorder()
+    own = Masking(model.config, 0).eval()
+    own.load_state_dict(model.model.layers[0].self_attn.state_dict())
+    model.model.layers[0].self_attn = own
+    left = torch.ones_like(ids)
+    left[0, :17] = 0
+
+    def read(model: Any, mask: Tensor) -> Tensor:
+        logits: Tensor = model(ids, attention_mask=mask).logits
+        return logits[:, 17:]
+
+    for mask in (torch.ones_like(ids), left):
+        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+        expected = model.generate(ids, **how)
+        assert_same_logits(model, partial(read, mask=mask), recorder)
+        with attached(model, recorder):
+            assert torch.equal(model.generate(ids, **how), expected)
+    assert recorder.sparse_calls().keys() == {1}
 
 
 @pytest.mark.parametrize(

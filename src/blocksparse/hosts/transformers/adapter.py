@@ -183,7 +183,7 @@ class TransformersAdapter:
 
     layers: Mapping[int, LayerAttention]  # by `layer_idx`, -1 for attention without one
     modules: frozenset[int]  # ids of the model's modules, because another model may share a config and call this
-    eager: frozenset[int]  # ids of those modules that attended by their own functions before
+    eager: frozenset[int]  # ids of those modules and configs that attended by the models' own functions before
     refused: Mapping[int, frozenset[str]]  # by id of a module: options that its own attention may leave out
     outcomes: Outcomes
     lengths: LastLengths = field(factory=LastLengths, init=False)
@@ -204,7 +204,8 @@ class TransformersAdapter:
     def mask(self, **request: Any) -> Tensor | PromptMask | None:
         """None where all keys are seen; in place of any other mask a `PromptMask`."""
         refuse_tracing()
-        return mask_of(**request)
+        own = id(request.get("config")) in self.eager
+        return mask_of(request.get("dtype", torch.float32) if own else None, **request)
 
     def attend(
         self,

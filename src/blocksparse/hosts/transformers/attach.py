@@ -238,7 +238,7 @@ def attach(
         )
         for layer, attention in _layers_of(schedule, model).items()
     }  # fmt: skip
-    eager = frozenset(id(module) for module in model.modules() if _attends_by_itself(module))
+    eager = frozenset(id(x) for x in (*model.modules(), *configs) if _attends_by_itself(x))
     refused = {
         id(module): refused_of(type(module), eager=id(module) in eager)
         for module in model.modules()
@@ -251,9 +251,12 @@ def attach(
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
 
 
-def _attends_by_itself(module: nn.Module) -> bool:
-    """Whether a module calls its own function, which transformers names "eager", below all attachments."""
-    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+def _attends_by_itself(module: Any) -> bool:
+    """Whether a module calls its own function, which transformers names "eager", below all attachments.
+
+    A config answers for its modules.
+    """
+    name = getattr(getattr(module, "config", module), "_attn_implementation", None)
     while isinstance(name, EndingName):
         name = name.before
     return name == "eager"

@@ -17,7 +17,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from blocksparse.batch.sequences import Sequences
 from blocksparse.hosts.transformers.own_function import BY_QUERY, ONLY_EAGER, eager_of
-from blocksparse.hosts.transformers.prompt_mask import PromptMask
+from blocksparse.hosts.transformers.prompt_mask import PromptMask, as_numbers
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.launch.torch_modes import is_checkpointed
 from blocksparse.launch.torch_private import under_a_function_mode
@@ -335,8 +335,7 @@ def _eager(call: AttentionCall) -> _Attend:
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         if mask is not None and mask.dtype == torch.bool:
-            lowest = torch.finfo(query.dtype).min
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+            mask = as_numbers(mask, query.dtype)
         return function(call.module, query, key, value, mask, **kwargs)
 
     return attend

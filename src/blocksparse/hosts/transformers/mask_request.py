@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from blocksparse.batch.sequences import Sequences
 from blocksparse.hosts.transformers.own_function import forwards_of
@@ -20,8 +20,10 @@ from blocksparse.hosts.transformers.prompt_mask import PromptMask, padded_behind
 _ROWS = 256  # queries of a mask that are looked at together
 
 
-def mask_of(**request: Any) -> Tensor | PromptMask | None:
+def mask_of(numbers: torch.dtype | None = None, **request: Any) -> Tensor | PromptMask | None:
     """The mask that sdpa would get, or None where sdpa would get none and every query sees every key.
+
+    With `numbers`, a model's own code gets the mask that eager attention would get.
 
     The mask is made later, if at all. While a graph is traced, and for a mask that is not a function of indices,
     it is made at once. A whole causal prompt has a mask too, which costs nothing. Without a mask, transformers'
@@ -36,14 +38,16 @@ def mask_of(**request: Any) -> Tensor | PromptMask | None:
         if request.get("attention_mask") is not None or not request.get("allow_is_causal_skip", True):
             sequences = _sequences(seen, window, **request)
             if sequences is None:
-                return _later(request)
+                return _later(request, numbers)
             if all(span.queries == M and span.keys == seen for span in sequences.spans):
                 sequences = None
         if window is not None and sequences is not None and not _hides(window, sequences):
             window = None
         dropped = int(request.get("kv_offset", 0))
-        return PromptMask((B, 1, M, N), seen, request["device"], sequences, window=window, dropped=dropped)
-    return _later(request)
+        return PromptMask(
+            (B, 1, M, N), seen, request["device"], sequences, window=window, dropped=dropped, numbers=numbers
+        )
+    return _later(request, numbers)
 
 
 def _hides(window: int, sequences: Sequences) -> bool:
@@ -52,7 +56,7 @@ def _hides(window: int, sequences: Sequences) -> bool:
     return max((*(span.keys for span in sequences.spans), *reach), default=0) > window
 
 
-def _later(request: dict[str, Any]) -> Tensor | PromptMask | None:
+def _later(request: dict[str, Any], numbers: torch.dtype | None) -> Tensor | PromptMask | None:
     """A mask that nothing is known about. `None` of sdpa means that every key is seen."""
     B, M, N = request["batch_size"], request["q_length"], request["kv_length"]
     if (
@@ -61,11 +65,11 @@ def _later(request: dict[str, Any]) -> Tensor | PromptMask | None:
         or request.get("use_vmap")
         or request.get("allow_is_bidirectional_skip")
     ):
-        mask: Tensor | None = sdpa_mask(**request)
+        mask: Tensor | None = sdpa_mask(**request) if numbers is None else eager_mask(**request)
         return mask
     # A static cache gives its count of tokens itself, to which the first layer adds before any layer attends.
     kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in request.items()}
-    return PromptMask((B, 1, M, N), N, request["device"], request=kept)
+    return PromptMask((B, 1, M, N), N, request["device"], request=kept, numbers=numbers)
 
 
 def _seen(

@@ -25,7 +25,7 @@ class PromptMask:
     transformers hands it from the function that makes masks to the function that attends, as it does any mask. No
     other state is needed in between, so threads may share a model and calls may nest. The attention function of
     this library reads its fields, so no memory is taken for a mask. Any other operation on this object makes the
-    mask and works on that tensor.
+    mask and works on that tensor: of bools, as sdpa gets it, or of `numbers`, as the model's eager function would.
 
     Without `sequences` and `request` the queries are the last M of `seen` tokens: query `i` sees the keys up to
     `seen - M + i`. With `sequences` this holds in each of them, and with a `window` a query sees at most so many
@@ -40,8 +40,16 @@ class PromptMask:
     tensor: Tensor | None = None  # the mask, once it is made
     window: int | None = None  # how many keys a query sees at most
     dropped: int = 0  # keys before the first, which a cache of so many dropped
-    dtype = torch.bool
+    numbers: torch.dtype | None = None  # of the logits, if a model's own code may add the mask to them
     ndim = 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.numbers or torch.bool
+
+    def given(self) -> Tensor:
+        """The mask as the model's own code expects it."""
+        return self.made() if self.numbers is None else as_numbers(self.made(), self.numbers)
 
     def made(self) -> Tensor:
         """The mask as a tensor, which all layers share."""
@@ -103,17 +111,17 @@ class PromptMask:
 
     def to(self, *args: Any, **kwargs: Any) -> PromptMask | Tensor:
         """As `Tensor.to`. A move to another device, which models on several devices make, needs no tensor yet."""
-        moved = torch.zeros((), dtype=torch.bool, device=self.device).to(*args, **kwargs)
-        if moved.dtype == torch.bool:
+        moved = torch.zeros((), dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        if moved.dtype == self.dtype:
             return evolve(self, device=moved.device, tensor=None)
-        return self.made().to(*args, **kwargs)
+        return self.given().to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if name.endswith("_"):
             raise TypeError(f"the mask of prompts cannot be changed in place. Clone it before {name}().")
-        return getattr(self.made(), name)
+        return getattr(self.given(), name)
 
     def __getitem__(self, index: Any) -> PromptMask | Tensor:
         """Index the mask. The last queries with all of their keys, which Gemma 4 asks for, need no tensor yet."""
@@ -122,7 +130,7 @@ class PromptMask:
             return self
         if start is not None and last:
             return evolve(self, shape=(*self.shape[:2], self.shape[2] - start, self.shape[3]), tensor=None)
-        return self.made()[index]
+        return self.given()[index]
 
     def _last_rows(self, index: Any) -> int | None:
         """`start` of an index that takes the last rows, `[:, :, start:, :]`; None for every other index."""
@@ -134,19 +142,19 @@ class PromptMask:
         return start if spans == wanted and start < self.shape[2] else None
 
     def __invert__(self) -> Tensor:
-        return ~self.made()
+        return ~self.given()
 
     def __and__(self, other: Tensor | bool) -> Tensor:
-        return torch.bitwise_and(self.made(), other)
+        return torch.bitwise_and(self.given(), other)
 
     def __or__(self, other: Tensor | bool) -> Tensor:
-        return torch.bitwise_or(self.made(), other)
+        return torch.bitwise_or(self.given(), other)
 
     def __eq__(self, other: object) -> Any:
-        return self.made() == other
+        return self.given() == other
 
     def __ne__(self, other: object) -> Any:
-        return self.made() != other
+        return self.given() != other
 
     __hash__ = object.__hash__
     __rand__, __ror__ = __and__, __or__
@@ -160,16 +168,22 @@ class PromptMask:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         added = func.__name__.strip("_") in ("add", "radd", "iadd")
-        if added and any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
+        bools = any(isinstance(x, PromptMask) and x.numbers is None for x in args)
+        if added and bools and any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
             raise ValueError(
                 "a part of this model adds its mask to numbers, and the masks of a pipeline are bools: the model "
                 "cannot run while a pipeline is attached. Call detach() first."
             )
-        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+        return func(*tree_map(_given, args), **tree_map(_given, kwargs or {}))
 
 
-def _made(x: Any) -> Any:
-    return x.made() if isinstance(x, PromptMask) else x
+def _given(x: Any) -> Any:
+    return x.given() if isinstance(x, PromptMask) else x
+
+
+def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to logits in place of a mask of bools."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def padded_behind(sequences: Sequences) -> list[Span]:
