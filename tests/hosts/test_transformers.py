@@ -991,6 +991,18 @@ def test_models_that_share_a_config_share_no_pipeline() -> None:
     assert config._attn_implementation == "sdpa"
 
 
+def test_models_that_share_layers_share_no_pipeline() -> None:
+    """A draft model of its target's first layer would take the pipeline of the target for its own."""
+    target, draft = make("llama"), make("llama", num_hidden_layers=1)
+    draft.model.layers[0] = target.model.layers[0]
+    for first, second in ((target, draft), (draft, target)):
+        with (
+            attached(first, None, SPARSE),
+            pytest.raises(ValueError, match=r"another model that has a pipeline.*and its own layers"),
+        ):
+            attach(second, DENSE_LIMIT)
+
+
 @pytest.mark.parametrize(
     ("place", "name", "does"),
     [

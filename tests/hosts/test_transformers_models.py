@@ -593,6 +593,19 @@ def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
     assert recorder.sparse_calls() == {-1: 2}
 
 
+def test_a_schedule_by_layer_needs_layers_of_their_own() -> None:
+    """Of tied layers the second says that it is the first."""
+    model = make("llama")
+    attach(model, Schedule(DENSE_LIMIT, dense=[1])).detach()
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(ValueError, match="name layers of LlamaForCausalLM: they share one LlamaAttention"):
+        attach(model, Schedule(DENSE_LIMIT, dense=[1]))
+    recorder = DensityRecorder()
+    with attached(model, recorder, Schedule(DENSE_LIMIT)):
+        model(tokens(80), use_cache=False)
+    assert recorder.sparse_calls() == {0: 2}
+
+
 # ---- layers without attention
 
 

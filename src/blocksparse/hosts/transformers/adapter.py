@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 from threading import Lock
 from typing import Any, Unpack, cast, final
+from weakref import ref
 
 import torch
 import transformers
@@ -186,6 +187,7 @@ class TransformersAdapter:
     eager: frozenset[int]  # ids of those modules and configs that attended by the models' own functions before
     refused: Mapping[int, frozenset[str]]  # by id of a module: options that its own attention may leave out
     outcomes: Outcomes
+    model: ref[nn.Module]
     lengths: LastLengths = field(factory=LastLengths, init=False)
     prompt: KnownPrompt = field(factory=KnownPrompt, init=False)
     _tell_traced: Callable[[str], bool] = field(init=False)

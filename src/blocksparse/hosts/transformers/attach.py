@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any, Final, TypeAlias, cast, final
 from uuid import uuid4
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from attrs import field, frozen
@@ -244,10 +244,12 @@ def attach(
         for module in model.modules()
         if asks_for_its_function(type(module))
     }
-    adapter = TransformersAdapter(layers, frozenset(map(id, model.modules())), eager, refused, outcomes)
+    adapter = TransformersAdapter(
+        layers, frozenset(map(id, model.modules())), eager, refused, outcomes, ref(model)
+    )
     _refuse_own_masks(model)
     _refuse_own_functions(configs, model)
-    _refuse_shared(configs, adapter.modules, model)
+    _refuse_shared(configs, model)
     return Attachment.of(model, configs, adapter, continuous_batching=continuous_batching)
 
 
@@ -350,15 +352,23 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
-def _refuse_shared(configs: Iterable[Any], modules: frozenset[int], model: PreTrainedModel) -> None:
-    """Refuse to attach if another model shares a config and has a pipeline: one config names one pipeline."""
+def _refuse_shared(configs: Iterable[Any], model: PreTrainedModel) -> None:
+    """Refuse to attach if another model shares a config and has a pipeline: one config names one pipeline.
+
+    Models with layers in common share the config of these. A model and a part of it are one model.
+    """
     for config in configs:
         below = AttentionInterface._global_mapping.get(config._attn_implementation)
         adapter = getattr(below, "__self__", None)
-        if isinstance(adapter, TransformersAdapter) and modules.isdisjoint(adapter.modules):
+        other = adapter.model() if isinstance(adapter, TransformersAdapter) else None
+        if (
+            other is not None
+            and not any(x is other for x in model.modules())
+            and not any(x is model for x in other.modules())
+        ):
             raise ValueError(
                 f"{type(model).__name__} shares its {type(config).__name__} with another model that has a "
-                "pipeline. Give each model its own config, copy.deepcopy(config)."
+                "pipeline. Give each model its own config, copy.deepcopy(config), and its own layers."
             )
 
 
@@ -367,17 +377,27 @@ def _modules(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
     return (base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)
 
 
+def _in_several_layers(model: PreTrainedModel) -> Iterator[type[nn.Module]]:
+    """The classes of attention that stands in several layers, or that each layer tells its own number."""
+    first: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        kind, numbers = type(module), [part for part in path.split(".") if part.isdigit()]
+        if asks_for_its_function(kind):
+            told = layer_of(module) < 0 and "layer_idx" in inspect.signature(kind.forward).parameters
+            if told or first.setdefault(id(module), numbers) != numbers:
+                yield kind
+
+
 def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attention | None]:
     """The attention of every layer of the model, by `layer_idx`, and of modules without a layer (-1)."""
     layers: dict[int, Attention | None] = {}
     layers.update(dict.fromkeys((-1, *map(layer_of, model.modules())), schedule.default))
     if schedule.layers or schedule.dense or schedule.same_choice:
-        for kind in {type(x) for x in model.modules() if layer_of(x) < 0}:
-            if asks_for_its_function(kind) and "layer_idx" in inspect.signature(kind.forward).parameters:
-                raise ValueError(
-                    f"a Schedule cannot name layers of {type(model).__name__}: they share one {kind.__name__}, "
-                    "which does not say in which layer it attends. Attach one pipeline to all of them."
-                )
+        if (kind := next(_in_several_layers(model), None)) is not None:
+            raise ValueError(
+                f"a Schedule cannot name layers of {type(model).__name__}: they share one {kind.__name__}, "
+                "which does not say in which layer it attends. Attach one pipeline to all of them."
+            )
         count: int | None = getattr(text_config(model), "num_hidden_layers", None)
         if count is None:
             raise ValueError(
