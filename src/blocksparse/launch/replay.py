@@ -196,7 +196,7 @@ def replayed(run: Callable[..., Result], *args: Any, memory: Tensor | None = Non
         run: in it, Python looks at the sizes, strides and dtypes of tensors, and never at their contents. A method
             of a value that holds stages from elsewhere is replayed only if they are `replayable`, since others may
             launch kernels that a capture does not see.
-        memory: int32, for what a replay needs in between. If its address stays, fewer kernels are set anew.
+        memory: int32, for what a replay needs in between. If its address stays, fewer kernels are set again.
     """
     tensors = tuple([x for x in args if isinstance(x, Tensor)])
     key = None if current_capture.get() is not None else _key(run, tensors, args)

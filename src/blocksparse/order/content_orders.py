@@ -65,7 +65,9 @@ class SegmentKeySort(Permuter[GlobalPermutation]):
         """Parts of the mean weight of every key over the last queries, `[B, Hkv or Hq, P, N]`, fp32 or better."""
         seen = k.shape[2] if self.causal_last_q else k.shape[2] // self.S * self.S
         causal, each = spec.causal and self.causal_last_q, self.per_query_head
-        importance: Tensor = key_importance(q, k, self.last_q, seen, causal, spec.scale, each)
+        importance: Tensor = key_importance(
+            q, k, last_q=self.last_q, seen=seen, causal=causal, scale=spec.scale, per_query_head=each
+        )
         return importance
 
     def alignment(self, causal: bool) -> int:

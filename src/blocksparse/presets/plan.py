@@ -63,9 +63,11 @@ class Fingerprint:
         settings |= {name: setting(config, name) for name in _OF_THE_CONFIG}
         digest.update(json.dumps(settings, sort_keys=True).encode())
         heads, kv_heads = heads_of(config)
-        path = str(getattr(network.config, "_name_or_path", "") or type(network).__name__)
-        name, layers, weights = path.rstrip("/").split("/")[-1], config.num_hidden_layers, digest.hexdigest()[:32]
-        return cls(name, str(config.model_type), int(layers), heads, kv_heads, weights)
+        name = (
+            str(getattr(network.config, "_name_or_path", "") or type(network).__name__).rstrip("/").split("/")[-1]
+        )
+        sizes = {"layers": int(config.num_hidden_layers), "heads": heads, "kv_heads": kv_heads}
+        return cls(name=name, type=str(config.model_type), **sizes, weights=digest.hexdigest()[:32])
 
     def difference(self, other: Fingerprint) -> str | None:
         """In what the models differ, as text, or None."""

@@ -1,4 +1,4 @@
-"""The function that a class of attention has of its own, which transformers names "eager", and what it reads."""
+"""The own function of an attention class, which transformers names "eager", and what it reads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 ONLY_EAGER = ("softcap", "s_aux", "sinks")
 BY_QUERY = ("position_bias", "s_aux", "sinks")  # `[B|1, Hq|1, M|1, N|1]`, if they have four dimensions
 _OPTIONS = frozenset(ONLY_EAGER + BY_QUERY)
+_READ = ("sliding_window", "output_attentions")  # what else attached attention reads
+_TOKENS = 64  # on which a function is tried
 
 
 def forwards_of(kind: type[nn.Module]) -> Iterator[FunctionType]:
@@ -44,10 +46,6 @@ def refused_of(kind: type[nn.Module], *, eager: bool) -> frozenset[str]:
     known = inspect.signature(own).parameters if eager else of_sdpa
     unread = frozenset(list(known)[5:]).difference(of_sdpa, _OPTIONS, _READ, ("kwargs",)) if eager else frozenset()
     return unread | _OPTIONS.difference(known, _passed(kind))
-
-
-_READ = ("sliding_window", "output_attentions")  # what else attached attention reads
-_TOKENS = 64
 
 
 def is_attention(module: nn.Module) -> bool:
