@@ -169,6 +169,16 @@ def test_fewer_samples_are_paired_with_the_first_dense_ones() -> None:
     assert (score, round(gap.mean, 6), n) == (0.9, -0.1, 10)
 
 
+def test_a_task_is_left_out_by_all_seeds_together() -> None:
+    first, second = rows()[0], {**rows()[0], "seed": 1, "scores": {"single": [0.0] * 8, "tracking": [1.0] * 10}}
+    both, about = [first, second], {"model": "m", "tokens": 2048, "half": "report", "seed": 1}
+    assert not trained.can("single", [second], about)
+    assert not trained.can("tracking", both, about)  # 10 of 20
+    second["scores"]["tracking"] *= 2
+    assert trained.can("tracking", both, about)  # 20 of 30
+    assert not trained.can("tracking", [first, {**second, "tokens": 4096}], {**about, "seed": 0})
+
+
 def test_a_row_is_one_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tasks that only dense attention was run on are left out of both scores."""
     shown = of_trained.table(rows())
