@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.select.selector import Intersection, Union
+
+PLAIN: AnyPipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
 
 
 @attrs.frozen(eq=False)

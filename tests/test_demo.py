@@ -13,7 +13,7 @@ import pytest
 import torch
 from attrs import evolve
 from rich.console import Console
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import blocksparse as bs
 from blocksparse.check.validators import UserError
@@ -28,7 +28,7 @@ from blocksparse.tools.demo.run import DemoSettings, _picture, legend, table
 from blocksparse.tools.demo.watch import watch
 from tests.hosts.small_models import small_model
 from tests.real_model import NAME, converted, needs_real_model
-from tests.tiny_model import save_tiny, tiny_llama
+from tests.tiny_model import save_tiny, tiny_gemma2, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -312,12 +312,8 @@ def test_the_picture_shows_what_the_layer_asks_for(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own scale, window and softcap, as in Gemma 2, against the weights of the model's eager attention."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Gemma2Config(
-        **sizes, vocab_size=256, num_key_value_heads=2, head_dim=16, sliding_window=64, query_pre_attn_scalar=4,
-        attn_logit_softcapping=2.0, attn_implementation="eager", initializer_range=0.5,
-    )  # fmt: skip
-    network, ids = Gemma2ForCausalLM(config).eval(), torch.randint(3, 250, (1, 200))
+    more = {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0, "initializer_range": 0.5}
+    network, ids = tiny_gemma2(**more, attn_implementation="eager"), torch.randint(3, 250, (1, 200))
     layer, head = 0, 3  # with a window
     panels: list[Panel] = []
     monkeypatch.setattr("blocksparse.tools.demo.run.draw", lambda these, *_, **__: panels.extend(these))
@@ -360,11 +356,7 @@ def test_models_without_sdpa_attend_by_their_own_function(
     tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Gemma 2 has a softcap, which sdpa does not know, in a layer with a window and in one without."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = Gemma2Config(**sizes, **ends, vocab_size=256, num_key_value_heads=2, head_dim=16, sliding_window=64)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
-    tokenizer.save_pretrained(tmp_path / "gemma")
+    save_tiny(tmp_path / "gemma", tokenizer, tiny_gemma2())
     options = ["--model", str(tmp_path / "gemma"), "--tokens", "700", "--out", str(tmp_path)]
     assert main(["demo", *options, "--preset", "pbs_attn(1)"]) == 0
     dense, row = json.loads((tmp_path / "results.json").read_text())["rows"]
@@ -378,9 +370,7 @@ def test_models_without_sdpa_attend_by_their_own_function(
 
 
 def test_perplexity_has_the_cap_of_the_model() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "final_logit_softcapping": 0.5}
-    network = Gemma2ForCausalLM(Gemma2Config(**sizes, **more, vocab_size=256)).eval()
+    network = tiny_gemma2(num_hidden_layers=1, initializer_range=0.3, final_logit_softcapping=0.5)
     ids = torch.arange(50)[None]
     found = perplexity(network, network.model(ids).last_hidden_state, ids, torch.ones(50, dtype=torch.bool))
     assert found == pytest.approx(float(network(ids, labels=ids).loss.exp()), rel=1e-5)
@@ -446,10 +436,7 @@ def test_some_presets_are_read_and_all_on_request(monkeypatch: pytest.MonkeyPatc
 def test_a_head_dim_that_no_preset_takes_is_named(
     tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = Gemma2Config(**sizes, vocab_size=256, num_key_value_heads=2, head_dim=320, sliding_window=4096)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "wide")
-    tokenizer.save_pretrained(tmp_path / "wide")
+    save_tiny(tmp_path / "wide", tokenizer, tiny_gemma2(num_hidden_layers=1, head_dim=320))
     asked = [str(tmp_path / "wide"), "--tokens", "300", "--out", str(tmp_path / "x")]
     assert main(["inspect", *asked]) == 1
     assert "no layer of wide can be inspected: its head dim is 320, above 256" in capsys.readouterr().err

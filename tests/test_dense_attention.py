@@ -78,23 +78,24 @@ def test_the_compiled_kernel_reads_nothing_beyond_tensors_that_do_not_fit() -> N
             dense_attention(*bad, AttentionSpec(scale=0.25))
 
 
+DIMS = (20, 20), (64, 24), (24, 64), (192, 128), (256, 256), (1, 3)
+
+
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
 @pytest.mark.parametrize("M", [200, 131, 1])
-@pytest.mark.parametrize("Hkv", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("sizes", "causal"),
+    [
+        *(({"B": 2, "Hkv": Hkv, "D": 32}, causal) for Hkv in (4, 2, 1) for causal in (True, False)),
+        *(({"D": D, "Dv": Dv}, True) for D, Dv in DIMS),
+    ],
+    ids=str,
+)
 def test_dense_attention_is_attention_to_all(
-    dtype: torch.dtype, causal: bool, M: int, Hkv: int, device: str
+    sizes: dict[str, Any], causal: bool, M: int, dtype: torch.dtype, device: str
 ) -> None:
-    q, k, v = make_qkv(B=2, Hkv=Hkv, M=M, D=32, dtype=dtype, device=device)
+    q, k, v = make_qkv(**sizes, M=M, dtype=dtype, device=device)
     check(dense_attention(q, k, v, AttentionSpec(scale=SCALE, causal=causal)), q, k, v, causal=causal)
-
-
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("M", [200, 131])
-@pytest.mark.parametrize(("D", "Dv"), [(20, 20), (64, 24), (24, 64), (192, 128), (256, 256), (1, 3)])
-def test_every_head_dim(dtype: torch.dtype, M: int, D: int, Dv: int, device: str) -> None:
-    q, k, v = make_qkv(M=M, D=D, Dv=Dv, dtype=dtype, device=device)
-    check(dense_attention(q, k, v, AttentionSpec(scale=SCALE)), q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -309,9 +309,9 @@ def test_a_query_without_keys_is_0_beside_any_value(
     assert not bool(output.out[:, :, block:].isfinite().any())
 
 
+@pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize("scale", [0.0, -0.25])
-def test_a_cpu_without_compiler_takes_any_scale(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blocksparse.execute.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
+def test_a_cpu_without_compiler_takes_any_scale(scale: float) -> None:
     q, k, v = make_qkv(N=100, D=16)
     spec = bs.AttentionSpec(scale=scale)
     mask = mask_of(q, k, bs.GlobalPermutation(), blocks=(32, 32))
@@ -320,10 +320,10 @@ def test_a_cpu_without_compiler_takes_any_scale(scale: float, monkeypatch: pytes
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e8])
-def test_a_cpu_without_compiler_rounds_no_large_logits(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_compiler_rounds_no_large_logits(size: float) -> None:
     """They are computed in float64, since fp32 would round them; small rows keep their bits."""
-    monkeypatch.setattr("blocksparse.execute.cpu.cpu_kernel_refuses", lambda *_: ["it is left out"])
     q, k, v = make_qkv(N=300, D=16)
     q[..., 0], k[..., 0] = 1.0, size
     spec = bs.AttentionSpec(scale=1.0)
@@ -493,31 +493,28 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (500, 300, 2, (128, 64), True),
         (500, 500, 4, (64, 128), True),  # a map for each query head
         (300, 400, 2, (128, 128), False),
+        (240, 240, "queries", (64, 64), False),  # which have an order of their own
         (65, 65, None, (64, 128), True),  # less than a block of keys
         (1, 1, None, (128, 128), True),
     ],
 )
 def test_beside_the_reference(
-    N: int, M: int, maps: int | None, blocks: tuple[int, int], causal: bool, fp8_pv: bool
+    N: int, M: int, maps: Any, blocks: tuple[int, int], causal: bool, fp8_pv: bool
 ) -> None:
     q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
     k = k + 3 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    order = bs.GlobalPermutation() if maps is None else random_keys(k, maps, 128)
+    order = (
+        bs.GlobalPermutation()
+        if maps is None
+        else random_keys(k, maps, 128)
+        if maps != "queries"
+        else (bs.HilbertOrder((4, 6, 10))(q, k, bs.AttentionSpec(scale=0.125, causal=False)))
+    )
     mask = mask_of(q, k, order, blocks=blocks, causal=causal)
     got = bs.Int8Executor(fp8_pv)(q, k, v, mask, asked(mask, 0.125))
     want = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, 0.125))
     assert relative_l1(got.out, want.out) < (0.06 if fp8_pv else 0.03)
     torch.testing.assert_close(not_none(got.lse), not_none(want.lse).float(), rtol=0, atol=0.2)
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_queries_in_an_order_of_their_own() -> None:
-    q, k, v = make_qkv(N=240, Hq=4, Hkv=2, D=64, dtype=torch.float16)
-    order = bs.HilbertOrder((4, 6, 10))(q, k, bs.AttentionSpec(scale=0.125, causal=False))
-    mask = mask_of(q, k, order, blocks=(64, 64), causal=False)
-    got = bs.Int8Executor(False)(q, k, v, mask, asked(mask, 0.125))
-    want = bs.ReferenceExecutor()(q, k, v, mask, asked(mask, 0.125))
-    assert relative_l1(got.out, want.out) < 0.03
 
 
 @pytest.mark.slow

@@ -24,11 +24,10 @@ from tests import stages
 from tests.layouts import LAYOUTS
 from tests.machine import GPU, needs_gpu
 from tests.meaning import assert_same_bits
-from tests.stages import ByReference
+from tests.stages import PLAIN, ByReference
 
 each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 pytestmark = pytest.mark.usefixtures("compiled_anew")
-PLAIN: AnyPipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
 PER_HEAD: AnyPipeline = bs.Pipeline(
     bs.SegmentKeySort(256), bs.MeanPoolScorer(64), bs.TopCdf([0.6, 0.7, 0.8, 0.9]), bs.TritonExecutor()
 )

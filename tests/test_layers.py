@@ -18,7 +18,7 @@ from blocksparse import Identity, MeanPoolScorer, Pipeline, ReferenceExecutor, S
 from blocksparse.layers.head_groups import AnyPipeline, AnyTrace, HeadGroups
 from blocksparse.layers.reused_mask import MaskCache, ReusedMask, shared
 from blocksparse.layers.schedule import Schedule
-from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
+from blocksparse.testing import make_qkv, masked_attention
 from blocksparse.values import Trace
 from tests.machine import needs_gpu
 from tests.meaning import assert_same_bits
@@ -54,14 +54,6 @@ def test_heads_of_a_group_attend_by_its_pipeline_and_stay_in_place(M: int, causa
         torch.testing.assert_close(trace.output.out[:, heads], out[:, heads], rtol=1e-9, atol=1e-12)
         expected = torch.ones_like(a.density()[:, :2]) if density is None else density[:, heads]
         assert torch.equal(trace.density()[:, heads], expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_dense_group_is_dense_attention(dtype: torch.dtype, device: str) -> None:
-    q, k, v = make_qkv(**SIZES | {"dtype": dtype}, M=50, device=device)
-    got = HeadGroups({(0, 1, 2, 3): None})(q, k, v)
-    assert got.dtype == dtype
-    assert_within_budget(got, dense(q.double(), k.double(), v.double()), dense(q, k, v))
 
 
 def test_measures_of_a_trace_are_those_of_its_groups() -> None:

@@ -21,7 +21,7 @@ from tests import stages
 from tests.machine import DTYPES, GPU, needs_flex, needs_gpu
 from tests.meaning import assert_means, assert_same_bits
 from tests.on_kernels import pretend_gpu
-from tests.specs import asked, grid_of, kept_pairs, not_none, wrong
+from tests.specs import asked, kept_pairs, not_none, wrong
 
 # Softcaps and sinks
 
@@ -520,10 +520,3 @@ def test_what_knows_no_window_says_so() -> None:
     for call in (everything, everything.trace, everything.with_lse):
         with pytest.raises(ValueError, match=r"a sliding window is causal, .* Call with causal=True"):
             call(q, k, v, causal=False, window=40)
-
-
-def test_masks_of_other_windows_do_not_mix() -> None:
-    q, k, _ = make_qkv(N=100, D=16)
-    one, other = (bs.Band(8).on(grid_of(q, k, 16, window=window)) for window in (40, None))
-    with pytest.raises(ValueError, match="masks must share a grid"):
-        one | other

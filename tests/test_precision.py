@@ -30,7 +30,6 @@ from tests.specs import asked
 
 each_preset = pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 each_autocast = pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
-PLAIN: AnyPipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), bs.ReferenceExecutor())
 FRONT: AnyPipeline = bs.Pipeline(
     bs.SegmentKeySort(32), bs.MeanPoolScorer(16), bs.Ranked(bs.TopK(2)), bs.ReferenceExecutor()
 )
@@ -111,7 +110,7 @@ def test_executors_alone_are_the_same_under_autocast(executor: bs.Executor[Any, 
 
 
 def test_head_groups_are_the_same_under_autocast(device: str) -> None:
-    groups = bs.HeadGroups({(0, 2): PLAIN, (1,): None})
+    groups = bs.HeadGroups({(0, 2): stages.PLAIN, (1,): None})
     for dtype, autocast in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
         q, k, v = make_qkv(Hq=6, Hkv=3, N=100, dtype=dtype, device=device)
         out, trace = groups(q, k, v), groups.trace(q, k, v)
@@ -153,7 +152,7 @@ def test_dtypes_that_differ_become_autocasts(
     """As in SDPA; and with autocast off they are refused."""
     given = make_qkv(N=100, device=device)
     q, k, v = (x.to(dtype) for x, dtype in zip(given, dtypes, strict=True))
-    calls: list[Any] = [PLAIN, bs.HeadGroups({(1,): PLAIN, (0,): None})]
+    calls: list[Any] = [stages.PLAIN, bs.HeadGroups({(1,): stages.PLAIN, (0,): None})]
     for call in calls:
         want = call(q.to(autocast), k.to(autocast), v.to(autocast))
         with torch.autocast(device, autocast):
@@ -172,7 +171,7 @@ def test_autocast_takes_no_float64(device: str) -> None:
         torch.autocast(device, torch.bfloat16),
         pytest.raises(TypeError, match=r"one dtype: torch\.float32, torch\.float32, torch\.float64"),
     ):
-        PLAIN(q, k, v.double())
+        stages.PLAIN(q, k, v.double())
 
 
 @pytest.mark.usefixtures("compiled_anew")
@@ -183,12 +182,12 @@ def test_a_graph_converts_as_a_call_does(backend: str, inside: bool, device: str
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=inside):
-            return PLAIN(q, k, v)
+            return stages.PLAIN(q, k, v)
 
     q, k, v = make_qkv(N=100, device=device)
-    compiled = torch.compile(layer if inside else PLAIN.__call__, fullgraph=True, backend=backend)
+    compiled = torch.compile(layer if inside else stages.PLAIN.__call__, fullgraph=True, backend=backend)
     for values, dtype in ((v.bfloat16(), torch.bfloat16), (v, torch.float32)):
-        want = PLAIN(q.to(dtype), k.to(dtype), values)
+        want = stages.PLAIN(q.to(dtype), k.to(dtype), values)
         with torch.autocast(device, torch.bfloat16, enabled=not inside):
             out = compiled(q, k, values)
         assert out.dtype == dtype

@@ -269,52 +269,46 @@ def test_rows_of_no_prompt_are_zeros() -> None:
 S: Any = bs.Sequences
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
-    [
-        (lambda: S.packed([3, -1]), ValueError, r"'lengths' must not be below 0: \[3, -1\]"),
-        (lambda: S.packed([3], [4, 5]), ValueError, r"'key_lengths' must have an entry per sequence \(1\): 2"),
-        (lambda: S.packed([3.0]), TypeError, r"'lengths' must be a sequence of whole numbers.*: \[3.0\]"),
-        (lambda: S.packed(3), TypeError, "'lengths' must be a sequence of whole numbers"),
-        (lambda: S.packed(torch.ones(2)), TypeError, "'lengths' must be whole numbers along one axis"),
-        (lambda: S.packed([3], torch.ones(1, 1).long()), TypeError, "'key_lengths' must be whole numbers along"),
-        (lambda: S.from_cu_seqlens([0, 4, 3]), ValueError, r"'cu_seqlens_q' must begin with 0 and never fall"),
-        (lambda: S.from_cu_seqlens([0, 4], [1, 4]), ValueError, "'cu_seqlens_k' must begin with 0"),
-        (lambda: S.from_cu_seqlens([]), ValueError, "'cu_seqlens_q' must begin with 0"),
-        (lambda: S.padded(torch.ones(2, 3)), TypeError, "'attention_mask' must be a tensor of whole numbers"),
-        (lambda: S.padded(torch.ones(3).bool()), ValueError, r"'attention_mask' must have the shape \[B, N\]"),
-        (lambda: S.padded(torch.tensor([[1, 0, 1]])), ValueError, "entry 0 has some inside. Its prompt lies"),
-        (lambda: S.padded(torch.ones(1, 3).int(), queries=4), ValueError, r"'queries' must be at most .*\(3\): 4"),
-        (lambda: S.padded(torch.ones(1, 3).int(), queries=0.5), TypeError, "'queries' must be a whole number"),
-        (lambda: S([(0, 0, 1, 0)], batch=1, queries=2, keys=2), TypeError, "'spans' must have five whole numbers"),
-        (lambda: S([(1, 0, 1, 0, 1)], batch=1, queries=2, keys=2), ValueError, "must lie in one of 1 entries"),
-        (lambda: S([(0, 0, 1, 1, 2)], batch=1, queries=2, keys=2), ValueError, "must lie in 2 queries and 2 keys"),
-        (
-            lambda: S([(0, 1, 1, 0, 2), (0, 0, 2, 0, 2)], batch=1, queries=2, keys=2),
-            ValueError,
-            "'spans' must not share queries",
-        ),
-        (
-            lambda: S.packed([3, 4], remaining=[1]),
-            ValueError,
-            r"'remaining' .* an entry per sequence \(2\): 1",
-        ),
-        (lambda: S.packed([3], remaining=[-1]), ValueError, "'remaining' must not be below 0"),
-        (lambda: S.packed([3], remaining=[0.5]), TypeError, "'remaining' must be a sequence of whole"),
-        (lambda: called(S.packed([100])), ValueError, "must sum to the tokens of q and k"),
-        (
-            lambda: called(S.packed([20, 30], [20, 30])),
-            ValueError,
-            "with 50 queries and 50 keys, but q and k have",
-        ),
-        (lambda: called(S.padded(torch.ones(2, 16).int())), ValueError, "lie in 2 entries of a batch"),
-        (lambda: called(S.packed([10, 6], [9, 7])), ValueError, "sequence 0 has 10 queries and 9 keys"),
-        (lambda: called([10, 6]), TypeError, r"'sequences' must be a Sequences or None: list. Sequences.packed"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(make: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        make()
+CANNOT_BE: list[tuple[Any, type[Exception], str]] = [
+    (lambda: S.packed([3, -1]), ValueError, r"'lengths' must not be below 0: \[3, -1\]"),
+    (lambda: S.packed([3], [4, 5]), ValueError, r"'key_lengths' must have an entry per sequence \(1\): 2"),
+    (lambda: S.packed([3.0]), TypeError, r"'lengths' must be a sequence of whole numbers.*: \[3.0\]"),
+    (lambda: S.packed(3), TypeError, "'lengths' must be a sequence of whole numbers"),
+    (lambda: S.packed(torch.ones(2)), TypeError, "'lengths' must be whole numbers along one axis"),
+    (lambda: S.packed([3], torch.ones(1, 1).long()), TypeError, "'key_lengths' must be whole numbers along"),
+    (lambda: S.from_cu_seqlens([0, 4, 3]), ValueError, r"'cu_seqlens_q' must begin with 0 and never fall"),
+    (lambda: S.from_cu_seqlens([0, 4], [1, 4]), ValueError, "'cu_seqlens_k' must begin with 0"),
+    (lambda: S.from_cu_seqlens([]), ValueError, "'cu_seqlens_q' must begin with 0"),
+    (lambda: S.padded(torch.ones(2, 3)), TypeError, "'attention_mask' must be a tensor of whole numbers"),
+    (lambda: S.padded(torch.ones(3).bool()), ValueError, r"'attention_mask' must have the shape \[B, N\]"),
+    (lambda: S.padded(torch.tensor([[1, 0, 1]])), ValueError, "entry 0 has some inside. Its prompt lies"),
+    (lambda: S.padded(torch.ones(1, 3).int(), queries=4), ValueError, r"'queries' must be at most .*\(3\): 4"),
+    (lambda: S.padded(torch.ones(1, 3).int(), queries=0.5), TypeError, "'queries' must be a whole number"),
+    (lambda: S([(0, 0, 1, 0)], batch=1, queries=2, keys=2), TypeError, "'spans' must have five whole numbers"),
+    (lambda: S([(1, 0, 1, 0, 1)], batch=1, queries=2, keys=2), ValueError, "must lie in one of 1 entries"),
+    (lambda: S([(0, 0, 1, 1, 2)], batch=1, queries=2, keys=2), ValueError, "must lie in 2 queries and 2 keys"),
+    (
+        lambda: S([(0, 1, 1, 0, 2), (0, 0, 2, 0, 2)], batch=1, queries=2, keys=2),
+        ValueError,
+        "'spans' must not share queries",
+    ),
+    (
+        lambda: S.packed([3, 4], remaining=[1]),
+        ValueError,
+        r"'remaining' .* an entry per sequence \(2\): 1",
+    ),
+    (lambda: S.packed([3], remaining=[-1]), ValueError, "'remaining' must not be below 0"),
+    (lambda: S.packed([3], remaining=[0.5]), TypeError, "'remaining' must be a sequence of whole"),
+    (lambda: called(S.packed([100])), ValueError, "must sum to the tokens of q and k"),
+    (
+        lambda: called(S.packed([20, 30], [20, 30])),
+        ValueError,
+        "with 50 queries and 50 keys, but q and k have",
+    ),
+    (lambda: called(S.padded(torch.ones(2, 16).int())), ValueError, "lie in 2 entries of a batch"),
+    (lambda: called(S.packed([10, 6], [9, 7])), ValueError, "sequence 0 has 10 queries and 9 keys"),
+    (lambda: called([10, 6]), TypeError, r"'sequences' must be a Sequences or None: list. Sequences.packed"),
+]
 
 
 def called(sequences: Any) -> None:
@@ -460,62 +454,62 @@ TABLE = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)
 KEYS = torch.zeros(3, 2, 16, 8)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
-    [
-        (lambda: P([[0]], [3], page_size=16), TypeError, "'block_table' must be a tensor of int32 or int64"),
-        (lambda: P(TABLE.float(), [3, 3], page_size=16), TypeError, "'block_table' must be a tensor of int32"),
-        (lambda: P(TABLE, [3], page_size=16), ValueError, "'block_table' must have a row for each of 1 lengths"),
-        (lambda: P(TABLE[0], [3, 3], page_size=16), ValueError, "must have a row for each of 2 lengths"),
-        (lambda: P(TABLE, [33, 3], page_size=16), ValueError, "'lengths' must be from 0 to 32.*request 0 has 33"),
-        (lambda: P(TABLE, [3, -1], page_size=16), ValueError, "'lengths' must be from 0 to 32.*request 1 has -1"),
-        (
-            lambda: P(TABLE, [3, 17], page_size=16),
-            ValueError,
-            "must name pages from 0 on, below 2..31, for every token: -1",
-        ),
-        (
-            lambda: P(TABLE.long() + 2**32, [3, 3], page_size=16),
-            ValueError,
-            "below 2..31, for every token: 4294967296",
-        ),
-        (lambda: P(TABLE, [3.5, 1], page_size=16), TypeError, "'lengths' must be a sequence of whole numbers"),
-        (lambda: P(TABLE, [3, 1], page_size=0), ValueError, "'page_size' must be a whole number from 1"),
-        (lambda: P(TABLE, [3, 1], page_size="x"), TypeError, "'page_size' must be a whole number from 1"),
-        (lambda: good().gather(KEYS[:2], KEYS[:2]), ValueError, "must name pages of the cache, 0 to 1: 2"),
-        (lambda: good().gather(KEYS[0], KEYS), ValueError, r"'keys' must have the shape \[pages, Hkv, 16, D\]"),
-        (lambda: good().gather(KEYS.mT, KEYS.mT), ValueError, r"'keys' must have the shape \[pages, Hkv, 16, D\]"),
-        (
-            lambda: good().gather(KEYS, KEYS[:, :1]),
-            ValueError,
-            r"'values' must have the shape \[pages, Hkv, 16, D\]",
-        ),
-        (
-            lambda: good().gather(KEYS, KEYS.double()),
-            TypeError,
-            "'values' must be a tensor of .*the same for keys",
-        ),
-        (
-            lambda: good().gather(*2 * [KEYS.to(torch.float8_e4m3fn)]),
-            TypeError,
-            "'keys' must be a tensor of float16.*float8_e4m3fn.*Caches in 8 bits must be converted first",
-        ),
-        (lambda: gather_with_grad(), ValueError, "'keys' must not require grad"),
-        (lambda: good().gather(KEYS.to("meta"), KEYS), ValueError, "must be on the device of the table"),
-        (lambda: one(-1), ValueError, "'request' must be a whole number, at least 0: -1"),
-        (lambda: one(2), ValueError, "'request' must be below 2, the rows of the table: 2"),
-        (
-            lambda: one(0, torch.empty(2000, device="meta")),
-            ValueError,
-            "'into' must be on the device of the cache",
-        ),
-        (lambda: one(0, KEYS), ValueError, "'into' must not share memory with the cache"),
-        (lambda: one(0, torch.empty(2000, requires_grad=True)), ValueError, "'into' must not require grad"),
-        (lambda: one(0, torch.empty(3)), ValueError, "'into' must be contiguous and have room for "),
-        (lambda: good().sequences([3]), ValueError, r"'key_lengths' must have an entry per sequence \(1\): 2"),
-    ],
-)
-def test_pages_that_cannot_be_are_one_sentence(make: Any, error: type[Exception], said: str) -> None:
+CANNOT_BE += [
+    (lambda: P([[0]], [3], page_size=16), TypeError, "'block_table' must be a tensor of int32 or int64"),
+    (lambda: P(TABLE.float(), [3, 3], page_size=16), TypeError, "'block_table' must be a tensor of int32"),
+    (lambda: P(TABLE, [3], page_size=16), ValueError, "'block_table' must have a row for each of 1 lengths"),
+    (lambda: P(TABLE[0], [3, 3], page_size=16), ValueError, "must have a row for each of 2 lengths"),
+    (lambda: P(TABLE, [33, 3], page_size=16), ValueError, "'lengths' must be from 0 to 32.*request 0 has 33"),
+    (lambda: P(TABLE, [3, -1], page_size=16), ValueError, "'lengths' must be from 0 to 32.*request 1 has -1"),
+    (
+        lambda: P(TABLE, [3, 17], page_size=16),
+        ValueError,
+        "must name pages from 0 on, below 2..31, for every token: -1",
+    ),
+    (
+        lambda: P(TABLE.long() + 2**32, [3, 3], page_size=16),
+        ValueError,
+        "below 2..31, for every token: 4294967296",
+    ),
+    (lambda: P(TABLE, [3.5, 1], page_size=16), TypeError, "'lengths' must be a sequence of whole numbers"),
+    (lambda: P(TABLE, [3, 1], page_size=0), ValueError, "'page_size' must be a whole number from 1"),
+    (lambda: P(TABLE, [3, 1], page_size="x"), TypeError, "'page_size' must be a whole number from 1"),
+    (lambda: good().gather(KEYS[:2], KEYS[:2]), ValueError, "must name pages of the cache, 0 to 1: 2"),
+    (lambda: good().gather(KEYS[0], KEYS), ValueError, r"'keys' must have the shape \[pages, Hkv, 16, D\]"),
+    (lambda: good().gather(KEYS.mT, KEYS.mT), ValueError, r"'keys' must have the shape \[pages, Hkv, 16, D\]"),
+    (
+        lambda: good().gather(KEYS, KEYS[:, :1]),
+        ValueError,
+        r"'values' must have the shape \[pages, Hkv, 16, D\]",
+    ),
+    (
+        lambda: good().gather(KEYS, KEYS.double()),
+        TypeError,
+        "'values' must be a tensor of .*the same for keys",
+    ),
+    (
+        lambda: good().gather(*2 * [KEYS.to(torch.float8_e4m3fn)]),
+        TypeError,
+        "'keys' must be a tensor of float16.*float8_e4m3fn.*Caches in 8 bits must be converted first",
+    ),
+    (lambda: gather_with_grad(), ValueError, "'keys' must not require grad"),
+    (lambda: good().gather(KEYS.to("meta"), KEYS), ValueError, "must be on the device of the table"),
+    (lambda: one(-1), ValueError, "'request' must be a whole number, at least 0: -1"),
+    (lambda: one(2), ValueError, "'request' must be below 2, the rows of the table: 2"),
+    (
+        lambda: one(0, torch.empty(2000, device="meta")),
+        ValueError,
+        "'into' must be on the device of the cache",
+    ),
+    (lambda: one(0, KEYS), ValueError, "'into' must not share memory with the cache"),
+    (lambda: one(0, torch.empty(2000, requires_grad=True)), ValueError, "'into' must not require grad"),
+    (lambda: one(0, torch.empty(3)), ValueError, "'into' must be contiguous and have room for "),
+    (lambda: good().sequences([3]), ValueError, r"'key_lengths' must have an entry per sequence \(1\): 2"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "said"), CANNOT_BE)
+def test_what_cannot_be_is_one_sentence(make: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
 

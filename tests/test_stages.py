@@ -175,12 +175,6 @@ def test_what_a_selector_offers_changes_no_mask(rule: Any, causal: bool) -> None
         assert torch.equal(rule(scores, heads=heads.rest()).keep[:, ::3], alone.keep[:, ::3])
 
 
-def test_rules_of_position_go_by_the_blocks_of_the_scores() -> None:
-    scores = bs.BlockMass(torch.rand(1, 4, 9, 9), grid(9, heads=4, kv_heads=2, causal=True))
-    with pytest.raises(ValueError, match="masks must share a grid"):
-        (bs.Refined(bs.TopCdf(0.3), 2) | bs.Band(3))(scores)
-
-
 @pytest.mark.parametrize("cols", [6, 8, 16])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_union_and_intersection_of_masks(cols: int, heads: int) -> None:
@@ -299,11 +293,12 @@ def test_a_mask_of_kv_heads_lies_on_a_shared_grid() -> None:
 
 
 @pytest.mark.parametrize("N", [32, 128])
-def test_lines_join_masks_of_their_own_grid_alone(N: int) -> None:
+@pytest.mark.parametrize("rule", [bs.Band(3), bs.VerticalSlashCdf(0.5)], ids=repr)
+def test_a_rule_joins_masks_of_the_blocks_of_its_scores_alone(rule: Any, N: int) -> None:
     q, k, _ = make_qkv(N=N, D=16)
     scores = bs.VerticalSlashScorer(32)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=0.25))
     with pytest.raises(ValueError, match="share a grid"):
-        (bs.Refined(bs.GlobalTopCdf(0.5), 2) | bs.VerticalSlashCdf(0.5))(scores)
+        (bs.Refined(bs.GlobalTopCdf(0.5), 2) | rule)(scores)
 
 
 # Selectors that know from sizes alone that they keep everything: what they say is true, and they do say it

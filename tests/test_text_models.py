@@ -27,19 +27,13 @@ from blocksparse.tools.demo import TEXT
 from blocksparse.tools.demo.measure import build, measure, perplexity
 from blocksparse.tools.demo.model import load
 from blocksparse.tools.tune import tune
-from tests.tiny_model import byte_tokenizer
+from tests.tiny_model import SIZES, byte_tokenizer
 from tests.tune import tiny
 
 pytestmark = pytest.mark.usefixtures("two_candidates")
+GROUPED = {**SIZES, "pad_token_id": None}
+UNGROUPED = {name: size for name, size in GROUPED.items() if name != "num_key_value_heads"}
 ENDS = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-}
-GROUPED = {**ENDS, **SIZES, "num_key_value_heads": 2}
 EYES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64,
     "patch_size": 8,
@@ -50,10 +44,10 @@ WORKS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
     "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None),
     "phi": lambda: transformers.PhiConfig(**GROUPED),
-    "opt": lambda: transformers.OPTConfig(**ENDS, **SIZES, ffn_dim=64, word_embed_proj_dim=64),
+    "opt": lambda: transformers.OPTConfig(**UNGROUPED, ffn_dim=64, word_embed_proj_dim=64),
     "gpt2": lambda: transformers.GPT2Config(**ENDS, n_embd=64, n_layer=2, n_head=4, n_positions=1024),
     "lfm2": lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**ENDS, **SIZES),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**UNGROUPED),
     "gemma3": lambda: transformers.Gemma3Config(
         text_config={
             **GROUPED, "head_dim": 16, "sliding_window": 64,
@@ -68,7 +62,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
         {"inspect": "does not make its logits by its output embeddings alone", "demo": "does not make its logits"},
     ),
     "bert": (
-        lambda: transformers.BertConfig(**ENDS, **SIZES),
+        lambda: transformers.BertConfig(**UNGROUPED),
         dict.fromkeys(
             ("inspect", "demo", "tune"), "BertLMHeadModel is not causal: its first tokens see later ones"
         ),
@@ -175,6 +169,14 @@ def recorded(network: Any, pipeline: AnyPipeline | Schedule, ids: Tensor) -> flo
     return float(recorder.density()[1].mean())
 
 
+def said_by(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that it says."""
+    (said,) = (
+        line for line in capsys.readouterr().err.splitlines() if line.startswith(f"blocksparse {command}: ")
+    )
+    return said
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_families_are_refused_in_one_sentence(
@@ -187,10 +189,8 @@ def test_other_families_are_refused_in_one_sentence(
     if command not in sentences:
         assert status == 0
         return
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"blocksparse {command}: ")]
     assert status == 1
-    assert len(said) == 1
-    assert sentences[command] in said[0]
+    assert sentences[command] in said_by(command, capsys)
 
 
 def spoiled(folder: Path, how: str) -> None:
@@ -224,6 +224,4 @@ def test_spoiled_models_are_refused_in_one_sentence(
     spoiled(folder, how)
     capsys.readouterr()
     assert run(command, folder, tmp_path / "out") == 1
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"blocksparse {command}: ")]
-    assert len(said) == 1
-    assert sentence in said[0]
+    assert sentence in said_by(command, capsys)

@@ -205,12 +205,10 @@ def test_scales_that_are_no_number_or_too_far_from_1(
         bs.pbs_attn()(*make_qkv(N=16), **given)
 
 
-def test_masks_of_different_grids_do_not_mix() -> None:
+@pytest.mark.parametrize("other", [{"q_block": 32}, {"window": 40}], ids=str)
+def test_masks_of_different_grids_do_not_mix(other: dict[str, Any]) -> None:
     q, k, _ = make_qkv(N=64)
-    masks = [
-        bs.Everything()(bs.MeanPoolScorer(block)(q, k, bs.GlobalPermutation(), bs.AttentionSpec(scale=1.0)))
-        for block in (16, 32)
-    ]
+    masks = [bs.Band(8).on(grid_of(q, k, **{"q_block": 16} | asked)) for asked in ({}, other)]
     with pytest.raises(ValueError, match=r"masks must share a grid: .*refine\(\) of the coarser one"):
         masks[0] | masks[1]
 
@@ -457,12 +455,6 @@ class Untyped(bs.Selector):  # type: ignore[type-arg]
         return bs.TopK(2)(scores)
 
 
-def test_a_stage_without_types_runs() -> None:
-    q, k, v = make_qkv(N=64, D=16)
-    out = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), Untyped(), REFERENCE)(q, k, v)
-    assert torch.equal(out, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), REFERENCE)(q, k, v))
-
-
 class Mean(bs.Scorer):  # type: ignore[type-arg]
     """Says nothing either."""
 
@@ -500,12 +492,14 @@ class OfMasses(Family[bs.BlockMass]):
 
 
 @pytest.mark.parametrize(
-    "scorer", [Mean(), OfAny(), OfEither(), WithANote()], ids=lambda scorer: type(scorer).__name__
+    ("scorer", "selector"),
+    [*((scorer, bs.TopK(2)) for scorer in (Mean(), OfAny(), OfEither(), WithANote())), (Mean(), Untyped())],
+    ids=lambda stage: type(stage).__name__,
 )
-def test_type_parameters_may_say_little(scorer: bs.Scorer[Any, Any]) -> None:
+def test_type_parameters_may_say_little(scorer: bs.Scorer[Any, Any], selector: bs.Selector[Any, Any]) -> None:
     q, k, v = make_qkv(N=64, D=16)
-    out = bs.Pipeline(bs.Identity(), scorer, bs.TopCdf(0.9), REFERENCE)(q, k, v)
-    assert torch.equal(out, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.9), REFERENCE)(q, k, v))
+    out = bs.Pipeline(bs.Identity(), scorer, selector, REFERENCE)(q, k, v)
+    assert torch.equal(out, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), REFERENCE)(q, k, v))
 
 
 def test_a_type_parameter_may_name_several_types() -> None:

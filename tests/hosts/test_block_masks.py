@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.specs import asked
+from tests.stages import PLAIN
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -53,15 +54,12 @@ def test_a_mask_of_flex_attention_runs_in_any_executor(mask_mod: Any, is_causal:
 
 def test_there_and_back() -> None:
     q, k, v = make_qkv(Hq=2, Hkv=1, N=72, D=16)
-    pipeline: bs.Pipeline[Any, Any, Any] = bs.Pipeline(
-        bs.Identity(), bs.MeanPoolScorer(BLOCK), bs.TopK(2), bs.ReferenceExecutor()
-    )
     for is_causal in (True, False):
-        mask = pipeline.trace(q, k, v, causal=is_causal).mask
+        mask = PLAIN.trace(q, k, v, causal=is_causal).mask
         block_mask = to_flex(mask)
         assert torch.equal(from_flex(block_mask, q, k, causal=is_causal).keep, mask.keep)
         out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
-        assert torch.allclose(out, pipeline(q, k, v, causal=is_causal), atol=1e-6)
+        assert torch.allclose(out, PLAIN(q, k, v, causal=is_causal), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +140,13 @@ def test_lists_for_flashinfer() -> None:
 
 def test_what_flashinfer_cannot_honour_is_refused() -> None:
     q, k, v = make_qkv(Hq=4, Hkv=2, N=72, D=16)
-    own: bs.Pipeline[Any, Any, Any] = bs.Pipeline(
-        bs.Identity(), bs.MeanPoolScorer(BLOCK), bs.TopK(2), bs.ReferenceExecutor()
-    )
-    mask = own.trace(q, k, v, causal=False).mask
+    mask = PLAIN.trace(q, k, v, causal=False).mask
     with pytest.raises(ValueError, match=r"one mask per KV head, and this one has 4 for 2\. Use SharedByGroup"):
         to_flashinfer(mask)
     with pytest.raises(ValueError, match="'entry' must be less than the batch of 1: 1"):
         to_flashinfer(mask.share_heads(), entry=1)
     with pytest.raises(ValueError, match="attend to all pairs of a block, and causality forbids some pairs"):
-        to_flashinfer(own.trace(q, k, v).mask.share_heads())
+        to_flashinfer(PLAIN.trace(q, k, v).mask.share_heads())
 
 
 def test_a_function_that_tells_heads_apart_is_tried_in_every_head() -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("diffusers")
 import transformers
 from tests.hosts.diffusion_models import CASES, SMALL, at, given
 from tests.hosts.test_diffusers import made, run
+from tests.hosts.test_transformers import make
 from tests.stages import ByReference
 from tests.tiny_model import tiny_llama
 
@@ -58,12 +59,8 @@ def test_layers_of_a_language_model(compiled: bool) -> None:
 
 def test_layers_with_and_without_a_window_share_no_choice() -> None:
     """None sees what the other one chooses among."""
-    config = transformers.Gemma3TextConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=48, pad_token_id=0,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )  # fmt: skip
-    model, (executor, pipeline) = transformers.Gemma3ForCausalLM(config).eval(), watching()
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model, (executor, pipeline) = make("gemma3", num_hidden_layers=4, layer_types=kinds), watching()
     message = r"of Gemma3ForCausalLM, layer 1 has full_attention and layer 2 has sliding_attention\. Group them"
     with pytest.raises(ValueError, match=message):
         language.attach(model, bs.Schedule(pipeline, same_choice=((1, 2),)))

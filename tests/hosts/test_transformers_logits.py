@@ -111,30 +111,25 @@ def test_dense_with_a_reason_where_nothing_else_works(name: str) -> None:
             assert why.endswith(reason)
 
 
-@each_model
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mistral"])
 def test_in_groups_of_heads_and_under_audits(name: str) -> None:
+    """An audit of each call finds that nothing is lost, or makes layers dense that lose something."""
     model, ids = with_sinks(name), tokens(100, batch=2)
-    expected = model(ids).logits
-    assert_same_in_groups_and_audited(model, ids, {(1,): None, (0,): evolve(DENSE_LIMIT, executor=CPU)})
-    sparse = evolve(SPARSE, executor=CPU)
+    expected, audit = model(ids).logits, Audit(rows=50, every=1)
+    groups = HeadGroups({(1,): None, (0,): evolve(DENSE_LIMIT, executor=CPU)})
+    assert_same_logits(model, lambda model: model(ids).logits, None, groups)
+    assert_same_logits(model, lambda model: model(ids).logits, None, DENSE_LIMIT, audit=audit)
+    assert len(audit.layers()) == LAYERS
+    for layer in audit.layers():
+        assert layer.covered_mass is not None
+        assert abs(layer.covered_mass.value - 1) < 1e-5
     falls_back = Audit(rows=50, every=1, max_error=1e-6, fall_back=True)
-    with attached(model, None, sparse, audit=falls_back):
+    with attached(model, None, evolve(SPARSE, executor=CPU), audit=falls_back):
         for _ in range(2):
             model(ids)
             falls_back.layers()
         actual = model(ids).logits
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
-
-
-def assert_same_in_groups_and_audited(model: Any, ids: Tensor, groups: dict[tuple[int, ...], Any]) -> None:
-    """Under an audit of each call, which finds that nothing is lost, and with these groups of heads."""
-    audit = Audit(rows=50, every=1)
-    assert_same_logits(model, lambda model: model(ids).logits, None, DENSE_LIMIT, audit=audit)
-    assert_same_logits(model, lambda model: model(ids).logits, None, HeadGroups(groups))
-    assert len(audit.layers()) == LAYERS
-    for layer in audit.layers():
-        assert layer.covered_mass is not None
-        assert abs(layer.covered_mass.value - 1) < 1e-5
 
 
 # Writes into sinks; no version tells of those that are unseen.
@@ -208,7 +203,7 @@ def test_what_cannot_be_read_is_left_to_the_model() -> None:
     for name, given, reason in cases:
         model, recorder = make(name), DensityRecorder()
         with attached(model, recorder) as attachment:
-            attend = attachment_of(attachment.key)
+            attend = transformers.AttentionInterface._global_mapping[attachment.key]
             attend(model.model.layers[0].self_attn, q, k, v, mask, scaling=0.3, **given)
         assert recorder.dense_calls()[0][reason] == 1
 
@@ -253,12 +248,6 @@ def test_a_position_bias_that_sdpa_reads_counts() -> None:
     bias = torch.randn(1, 4, 60, 60)
     assert_same_logits(model, lambda model: model(ids, position_bias=bias).logits, recorder, SPARSE)
     assert all_dense(recorder, "position bias")
-
-
-def attachment_of(key: str) -> Any:
-    from transformers import AttentionInterface
-
-    return AttentionInterface._global_mapping[key]
 
 
 def test_gradients_of_sinks_are_dense() -> None:
@@ -360,11 +349,6 @@ def test_a_short_window_is_the_reason_however_few_keys_a_chunk_sees() -> None:
         in_chunks(model, ids, [30] * 5)
     reasons = {"fewer than min_tokens": 1, "a sliding window of fewer than min_window": 4}
     assert recorder.dense_calls() == dict.fromkeys(range(LAYERS), reasons)
-
-
-def test_windows_under_audits_and_in_groups_of_heads() -> None:
-    ids = tokens(100, batch=2)
-    assert_same_in_groups_and_audited(make("mistral"), ids, {(0,): None, (1,): DENSE_LIMIT})
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2", "gpt_oss"])

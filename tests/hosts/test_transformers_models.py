@@ -124,21 +124,10 @@ def test_which_layers_are_sparse(name: str) -> None:
         assert float(recorder.density()[sparse].max()) < 0.65  # in a window, of what lies in it
 
 
-def bart() -> Any:
-    return random_model(
-        transformers.BartForConditionalGeneration._from_config, transformers.BartConfig(**SEQ2SEQ, **LAYERS_OF)
-    )
-
-
-def t5() -> Any:
-    config = transformers.T5Config(**SEQ2SEQ, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
-    return random_model(transformers.T5ForConditionalGeneration._from_config, config)
-
-
-@pytest.mark.parametrize("build", [bart, t5])
+@pytest.mark.parametrize("name", ["bart", "t5"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_decoders_of_two_part_models_are_sparse(build: Callable[[], Any], padded: bool) -> None:
-    model, recorder, ids = build(), DensityRecorder(), tokens(80, batch=2)
+def test_decoders_of_two_part_models_are_sparse(name: str, padded: bool) -> None:
+    model, recorder, ids = small_model(name), DensityRecorder(), tokens(80, batch=2)
     mask = torch.ones_like(ids)
     mask[0, 60:] = 0
     given: dict[str, Any] = {"decoder_input_ids": ids.flip(1)}
@@ -146,7 +135,7 @@ def test_decoders_of_two_part_models_are_sparse(build: Callable[[], Any], padded
         given |= {"attention_mask": mask, "decoder_attention_mask": mask}
     real = mask.bool() if padded else slice(None)
     assert_as_alone(model, lambda model: model(ids, **given).logits[real], recorder)
-    if build is bart:
+    if name == "bart":
         assert recorder.sparse_calls() == dict.fromkeys(range(2), 2 if padded else 1)
         assert recorder.dense_calls() == {layer: Counter({"not causal": 2}) for layer in range(2)}
     else:
@@ -161,11 +150,7 @@ def test_modules_that_do_not_say_whether_they_are_causal(padded: bool) -> None:
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     given: dict[str, Any] = {"attention_mask": mask} if padded else {}
-    sizes = {
-        name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    }
-    config = transformers.SplinterConfig(**sizes, intermediate_size=48, question_token_id=3)
-    model = random_model(transformers.SplinterModel._from_config, config)
+    model = small_model("splinter")
     real = mask.bool() if padded else slice(None)
     recorder = DensityRecorder()
     assert_as_alone(model, lambda model: model(ids, **given).last_hidden_state[real], recorder)
@@ -295,9 +280,7 @@ def test_adapters_of_peft_are_attached_to() -> None:
     peft = pytest.importorskip("peft")
     model, recorder, ids = make("llama"), DensityRecorder(), tokens(60)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    expected = adapted.eval()(ids).logits
-    with attached(adapted, recorder):
-        torch.testing.assert_close(adapted(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert_same_logits(adapted.eval(), lambda adapted: adapted(ids).logits, recorder)
     assert all_sparse(recorder)
 
 
@@ -361,7 +344,6 @@ def test_a_whole_layer_may_be_dense_for_its_head_dim() -> None:
 # Masks that a model reads in its own way
 
 
-PART: dict[str, Any] = SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8, "eos_token_id": 2}
 TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -377,11 +359,7 @@ SEQ2SEQ_SIZES: dict[str, Any] = (
 
 def test_a_mask_that_was_promised_is_given() -> None:
     """T5Gemma 2 puts the mask of its decoder beside that of its encoder, and so needs one for a whole prompt."""
-    ends = {"image_token_index": 60, "eoi_token_index": 59}
-    encoder = {"text_config": PART, "vision_config": TOWER, "mm_tokens_per_image": 16, "boi_token_index": 58}
-    config = transformers.T5Gemma2Config(encoder=encoder | ends, decoder=PART, **ends)
-    model = random_model(transformers.T5Gemma2ForConditionalGeneration._from_config, config)
-    ids, recorder = tokens(80).clamp_max(57), DensityRecorder()
+    model, ids, recorder = small_model("t5gemma2"), tokens(80), DensityRecorder()
     assert_as_alone(model, lambda model: model(ids, decoder_input_ids=ids).logits, recorder)
 
 
@@ -463,13 +441,6 @@ def test_paligemma_sees_all_of_its_prefix(text: str, types: bool) -> None:
 
 
 # ---- arithmetic on masks
-
-
-def git() -> Any:
-    sizes = {
-        name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-    }
-    return transformers.GitForCausalLM(transformers.GitConfig(vision_config=TOWER, **sizes, num_hidden_layers=1))
 
 
 def routed() -> Any:
@@ -558,7 +529,7 @@ def test_masks_of_eager_models_are_numbers_to_their_own_code(
 @pytest.mark.parametrize(
     ("build", "reader"),
     [
-        (git, "GitSelfAttention"),
+        (lambda: small_model("git"), "GitSelfAttention"),
         (informer, "InformerProbSparseAttention"),
         (lambda: small_model("deepseek_v4"), "DeepseekV4Attention"),
         (routed, "NllbMoeTop2Router"),

@@ -255,18 +255,29 @@ def test_what_stands_behind_a_prompt_in_its_page_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-@pytest.mark.parametrize("sinks", [None, (0.5, -1.0, 2.0, float("-inf"))])
-def test_a_layer_has_its_softcap_and_sinks(dense: bool, sinks: tuple[float, ...] | None) -> None:
-    """Also where its executor cannot run, and a softcap alone."""
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"softcap": 3.0}, {"softcap": 3.0, "sinks": torch.tensor([0.5, -1.0, 2.0, float("-inf")])}],
+    ids=len,
+)
+def test_a_layer_has_its_softcap_and_sinks(
+    dense: bool, own: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where its executor cannot run: each call is recorded as dense, and the reason is said once."""
     q, k, v = make_qkv(Hq=4, Hkv=2, N=160, D=16)
-    own: dict[str, Any] = {"softcap": 3.0, "sinks": sinks if sinks is None else torch.tensor(sinks)}
-    pipeline = bs.a_shape(sink=16, local=32, block=16)
-    attend = PagedAttention(
-        evolve(pipeline, executor=bs.Int8Executor()) if dense else pipeline, 7, None, Workspace(160), **own
-    )
-    out = of_one_prompt(attend, q, k, v, scale=0.3)
+    pipeline, recorder = bs.a_shape(sink=16, local=32, block=16), DensityRecorder()
     expected = dense_attention(q, k, v, AttentionSpec(scale=0.3, **own))
-    torch.testing.assert_close(out, expected if dense else pipeline(q, k, v, scale=0.3, **own))
+    if dense:
+        pipeline = evolve(pipeline, executor=bs.Int8Executor())
+    else:
+        expected = pipeline(q, k, v, scale=0.3, **own)
+    layer = 7 + len(own)
+    attend = PagedAttention(pipeline, layer, recorder, Workspace(160), **own)
+    for _ in range(2):
+        torch.testing.assert_close(of_one_prompt(attend, q, k, v, scale=0.3), expected)
+    reasons = [(reason.split(":")[0], times) for reason, times in recorder.dense_calls().get(layer, {}).items()]
+    assert reasons == ([("Int8Executor", 2)] if dense else [])
+    assert caplog.text.count(f"prompts are dense in layer {layer}: ") == dense
 
 
 def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
@@ -277,18 +288,6 @@ def test_a_batch_without_sparse_prompts_asks_for_nothing() -> None:
     )
     assert batch.prefills is None
     assert batch.reasons == Counter({"decode": 1, "fewer than min_queries": 1})
-
-
-def test_what_the_executor_cannot_run_is_dense_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    q, k, v = make_qkv(Hq=2, Hkv=1, N=64, D=16)
-    pipeline, recorder = evolve(bs.a_shape(), executor=bs.Int8Executor()), DensityRecorder()
-    attend = PagedAttention(pipeline, 7, recorder, Workspace(64))
-    for _ in range(2):
-        out = of_one_prompt(attend, q, k, v, scale=0.3)
-        torch.testing.assert_close(out, dense_attention(q, k, v, AttentionSpec(scale=0.3)))
-    ((reason, times),) = recorder.dense_calls()[7].items()
-    assert (reason.split(":")[0], times) == ("Int8Executor", 2)
-    assert caplog.text.count("prompts are dense in layer 7") == 1
 
 
 @pytest.mark.parametrize("dense_below", [None, 0, 1e6])

@@ -16,10 +16,11 @@ pytest.importorskip("cattrs")
 
 import transformers
 from tokenizers import normalizers
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from blocksparse import Schedule
 from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.tools.cli import tune as command
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.cli.tune import summary
 from blocksparse.tools.tune import (
@@ -38,6 +39,7 @@ from blocksparse.tools.tune.prompts import by_length
 from blocksparse.tools.tune.run import ErrorBounds, sparge_search
 from blocksparse.tools.tune.sensitivity import Bench, Reading
 from tests.hosts.small_models import small_model
+from tests.tiny_model import SIZES, tiny_gemma2
 from tests.tune import tiny
 
 
@@ -74,10 +76,17 @@ def test_so_do_layers_that_others_name_as_the_source_of_their_keys() -> None:
     assert Reading.of(model, prompt, positions=50, keep_outputs=True).losses(1).text == 0
 
 
-def test_a_model_that_sees_its_whole_prompt_is_refused(tmp_path: Path) -> None:
-    """Dense attention would be that of another model: PaliGemma without token types sees what comes later."""
-    bench = Bench(small_model("paligemma"), Journal.open(tmp_path / "j", {}), Work(lambda *_: None, {}), 60)
-    with pytest.raises(TuneError, match="PaliGemmaForConditionalGeneration is not causal: its first tokens see"):
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        # Without token types it sees what comes later: dense attention would be that of another model.
+        ("paligemma", "PaliGemmaForConditionalGeneration is not causal: its first tokens see"),
+        ("zamba", "ZambaForCausalLM does not say in which layer it is, so"),  # its layers share one attention
+    ],
+)
+def test_models_without_layers_to_compare_are_refused(name: str, sentence: str, tmp_path: Path) -> None:
+    bench = Bench(small_model(name), Journal.open(tmp_path / "j", {}), Work(lambda *_: None, {}), 60)
+    with pytest.raises(TuneError, match=sentence):
         bench.sparse_layers(TunePrompt(torch.arange(200)[None], ((196, 200),)))
 
 
@@ -244,28 +253,19 @@ def test_layers_may_have_heads_of_their_own(tmp_path: Path) -> None:
 
 
 def test_layers_that_are_never_sparse_stay_dense(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    windowed = MistralForCausalLM(MistralConfig(**sizes, vocab_size=260, num_key_value_heads=2, sliding_window=32))
+    windowed = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=32))
     with pytest.raises(TuneError, match=r"no layer of the model can be sparse\. Its attention is dense: "):
         tuned(windowed.eval(), tmp_path / "j")
 
 
 def test_layers_with_a_softcap_stay_dense(tmp_path: Path) -> None:
     """They can be sparse, but what is compared knows none."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Gemma2Config(**sizes, vocab_size=260, num_key_value_heads=2, head_dim=16, attn_implementation="eager")
-    model, (prompt,) = Gemma2ForCausalLM(config).eval(), tiny.prompts(1, 0)
+    model, (prompt,) = tiny_gemma2(sliding_window=4096, attn_implementation="eager"), tiny.prompts(1, 0)
     with pytest.raises(TuneError, match="Its attention is dense: softcap or attention sinks, which tune does not"):
         tuned(model, tmp_path / "all")
     model.model.layers[1].self_attn.attn_logit_softcapping = None
     bench = Bench(model, Journal.open(tmp_path / "one", {}), Work(lambda *_: None, {}), 60)
     assert bench.sparse_layers(prompt) == {1: 2}
-
-
-def test_layers_that_share_one_attention_have_no_plan(tmp_path: Path) -> None:
-    bench = Bench(small_model("zamba"), Journal.open(tmp_path / "j", {}), Work(lambda *_: None, {}), 60)
-    with pytest.raises(TuneError, match="ZambaForCausalLM does not say in which layer it is, so"):
-        bench.sparse_layers(TunePrompt(torch.arange(200)[None], ((196, 200),)))
 
 
 def test_a_layer_that_gives_nothing_but_zeros_stays_dense(tmp_path: Path) -> None:
@@ -478,8 +478,6 @@ def test_the_command_writes_a_plan_and_says_what_it_does(
 def test_as_many_prompts_compare_and_verify_as_were_asked_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, held: int
 ) -> None:
-    import blocksparse.tools.cli.tune as command
-
     seen: list[list[TunePrompt]] = []
 
     def see(_: Any, *prompts: list[TunePrompt], **__: Any) -> Plan:
@@ -500,8 +498,6 @@ def test_as_many_prompts_compare_and_verify_as_were_asked_for(
 def test_of_one_length_prompts_half_as_long_are_made_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import blocksparse.tools.cli.tune as command
-
     made: list[int] = []
 
     def make(*_: Any, tokens: int, **__: Any) -> list[TunePrompt]:

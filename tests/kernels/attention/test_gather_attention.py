@@ -106,14 +106,6 @@ def plain(call: Call) -> Tensor:
     return masked_attention(call.q, call.k, call.v, pairs, call.scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N", LENGTHS)
-def test_lengths(N: int, dtype: torch.dtype, device: str) -> None:
-    q, k, v = make_qkv(N=N, Hq=2, Hkv=1, D=32, dtype=dtype, device=device)
-    left = assert_right(arguments(q, k, v, block=32))
-    assert N < 129 or int(left.sum()) > 0
-
-
 ONE_MAP = bs.SegmentKeySort(32, last_q=8)  # for all queries
 RULES: tuple[dict[str, Any], ...] = (
     {"tau": 0.0}, {"tau": 0.3, "commit": False}, {"tau": 0.3, "mean": True}, {"tau": 0.6, "patience": 2},
@@ -121,9 +113,13 @@ RULES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow, in the interpreter
 @pytest.mark.parametrize(
     ("sizes", "asked"),
     [
+        *(({"N": N, "D": 32, "dtype": dtype}, {"block": 32}) for N in LENGTHS for dtype in DTYPES),
+        # The running maximum keeps exponents in range, and the stop rule does not see it.
+        ({"N": 200, "D": 64}, {"block": 32, "size": 100}),
         *(({"N": 129, "M": M}, {"block": 32}) for M in (1, 31, 64, 100, 128)),
         *slow(*(({"B": 2, "N": 70, "M": 40, "Hq": group}, {"permuter": GlobalIndexMap(32, per_query_head=each)})
                 for group in (1, 3, 4) for each in (True, False))),
@@ -140,8 +136,10 @@ RULES: tuple[dict[str, Any], ...] = (
     ids=str,
 )  # fmt: skip
 def test_calls(sizes: dict[str, Any], asked: dict[str, Any], device: str) -> None:
-    """Chunks, groups of heads, rules, orders, blocks and head dims."""
-    left = assert_right(arguments(*make_qkv(**{"Hq": 2, "Hkv": 1, "D": 16, **sizes}, device=device), **asked))
+    """Lengths, great logits, chunks, groups of heads, rules, orders, blocks and head dims."""
+    q, k, v = make_qkv(**{"Hq": 2, "Hkv": 1, "D": 16, **sizes}, device=device)
+    asked = dict(asked)
+    left = assert_right(arguments(q * asked.pop("size", 1), k, v, **asked))
     assert "tau" not in asked or (int(left.sum()) == 0) == (asked["tau"] == 0)
 
 
@@ -169,13 +167,6 @@ def test_a_row_with_nothing_kept(device: str) -> None:
     assert bool((lse[:, 1, 32:64] == float("-inf")).all())
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow, in the interpreter
-def test_large_logits(device: str) -> None:
-    """The running maximum keeps exponents in range, and the stop rule does not see it."""
-    q, k, v = make_qkv(N=200, Hq=2, Hkv=1, D=64, device=device)
-    assert_right(arguments(100 * q, k, v, block=32))
 
 
 @pytest.mark.parametrize(
