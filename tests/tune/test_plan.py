@@ -13,6 +13,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
@@ -264,6 +265,66 @@ def test_a_plan_knows_the_numbers_of_a_config(kind: str, scale: str) -> None:
     assert made_for.difference(Fingerprint.of(network.to(torch.float64))) is None
     setattr(network.config, scale, type(getattr(network.config, scale))(7))
     assert made_for.difference(Fingerprint.of(network)) == "weights or settings"
+
+
+class Quantised(torch.nn.Module):
+    """A linear layer whose weight is a buffer, as in GPTQ and AWQ."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("qweight", (100 * weight).round().to(torch.int8))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+class Adapted(torch.nn.Module):
+    """What layers of PEFT say of their adapters."""
+
+    merged_adapters: tuple[str, ...] = ()
+    disable_adapters = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active_adapters, self.scaling = ["a"], {"a": 1.0, "b": 1.0}
+
+
+def test_a_plan_knows_what_quantised_layers_hold() -> None:
+    network = tiny.network()
+    attention = network.model.layers[1].self_attn
+    attention.q_proj = Quantised(attention.q_proj.weight)
+    made_for = Fingerprint.of(network)
+    attention.q_proj.scratch += 1  # of a run
+    assert made_for.difference(Fingerprint.of(network)) is None
+    attention.q_proj.qweight += 1
+    assert made_for.difference(Fingerprint.of(network)) == "weights or settings"
+
+
+def test_a_plan_knows_the_parts_of_a_weight_of_several_tensors() -> None:
+    network = tiny.network()
+    attention = network.model.layers[1].self_attn
+    prints = []
+    for scale in (1.0, 2.0):
+        weight = TwoTensor(attention.k_proj.weight.data, scale * attention.v_proj.weight.data)
+        attention.q_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+        prints.append(Fingerprint.of(network))
+    assert prints[0].difference(prints[1]) == "weights or settings"
+    assert prints[0].difference(prints[0]) is None
+
+
+def test_a_plan_knows_which_adapters_of_peft_are_active() -> None:
+    network = tiny.network()
+    network.adapted = adapted = Adapted()
+    made_for = Fingerprint.of(network)
+    for name, value in (("active_adapters", ["b"]), ("disable_adapters", True), ("scaling", {"a": 0.5, "b": 1.0})):
+        before = getattr(adapted, name)
+        setattr(adapted, name, value)
+        assert made_for.difference(Fingerprint.of(network)) == "weights or settings"
+        setattr(adapted, name, before)
+    adapted.scaling["b"] = 0.5  # of no adapter that adds anything
+    assert made_for.difference(Fingerprint.of(network)) is None
+
+
+def test_a_plan_knows_the_activation() -> None:
+    assert Fingerprint.of(tiny.network()) != Fingerprint.of(tiny.network(hidden_act="gelu"))
 
 
 def test_a_plan_for_a_model_over_ranks(model: Any, saved: Path, tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from attrs import evolve, field, frozen, validators
+from torch import Tensor
 
 from blocksparse.check.validators import Rule, count, is_real, optional, positive, shown, size
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
@@ -24,6 +25,7 @@ _OF_THE_CONFIG = (  # they change attention, and no weight
     "num_kv_shared_layers", "query_pre_attn_scalar", "attention_multiplier", "attn_logit_softcapping",
     "attn_temperature_tuning", "attn_scale", "floor_scale",
 )  # fmt: skip
+_ACTIVATION = re.compile("_act$|activation")  # names or lists, such as "silu"
 _OF_A_RUN = re.compile("use_cache|output_|return_|.*token_id|.*dropout")  # numbers that users change as they like
 
 
@@ -37,7 +39,7 @@ class Fingerprint:
     layers: int
     heads: int
     kv_heads: int
-    weights: str  # a hash of some numbers of every weight, and of the config's numbers, positions and windows
+    weights: str  # a hash of some numbers of every weight, adapters, and the config's numbers, positions, windows
 
     @classmethod
     def of(cls, network: Any) -> Fingerprint:
@@ -47,18 +49,25 @@ class Fingerprint:
             TuneError: the model does not hold its weights, as one that accelerate offloads.
         """
         config, digest = text_config(network), hashlib.sha256()
-        for name, weight in network.named_parameters():
+        for name, weight in _weights(network):
             if weight.is_meta:
                 raise TuneError(
                     f"the model must hold its weights: {name} is on the meta device, offloaded or not loaded. "
                     "Make the schedule with a model that is not offloaded, and attach it to this one."
                 )
-            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # ranks may hold shards
-            flat = whole.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
-            digest.update(f"{name} {tuple(weight.shape)} ".encode() + some.numpy().tobytes())
+            digest.update(f"{name} {tuple(weight.shape)} ".encode())
+            for plain in _plain(weight):
+                flat = plain.detach().reshape(-1)
+                some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
+                digest.update(some.numpy().tobytes())
+        for name, module in network.named_modules():
+            if hasattr(module, "merged_adapters"):  # of PEFT, which may hold others than those that it adds
+                used = [] if module.disable_adapters else module.active_adapters
+                factors = [getattr(module, "scaling", {}).get(adapter) for adapter in used]
+                digest.update(f"{name} {used} {factors} ".encode())
         usual = type(config)().to_dict()
         numbers = {name: x for name, x in config.to_dict().items() if isinstance(x, int | float)}
+        numbers |= {name: x for name, x in config.to_dict().items() if _ACTIVATION.search(name)}
         settings = {name: x for name, x in numbers.items() if x != usual.get(name) and not _OF_A_RUN.match(name)}
         settings |= {name: setting(config, name) for name in _OF_THE_CONFIG}
         digest.update(json.dumps(settings, sort_keys=True).encode())
@@ -75,6 +84,25 @@ class Fingerprint:
             if getattr(self, what) != getattr(other, what):
                 return f"{what.replace('_', ' ')}: {getattr(self, what)} and {getattr(other, what)}"
         return None if self.weights == other.weights else "weights or settings"
+
+
+def _weights(network: Any) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and saved buffers, by name: quantised layers hold their weights as buffers."""
+    yield from network.named_parameters()
+    for path, module in network.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
+
+
+def _plain(weight: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that make a weight: ranks may hold shards of it, and a quantised one is several."""
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    if not hasattr(weight, "__tensor_flatten__"):
+        yield weight
+    else:
+        for name in weight.__tensor_flatten__()[0]:
+            yield from _plain(getattr(weight, name))
 
 
 FORMAT = "blocksparse plan 2"

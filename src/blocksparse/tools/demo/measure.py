@@ -103,7 +103,7 @@ class MethodResult:
     perplexity: float  # of the text
     reply: str
     right: bool
-    executor: str  # which one ran, and why not the faster ones
+    executor: str  # which one ran, why not the faster ones, and which layers stayed dense
     compile_s: float  # the first call of the pipeline, before the clock starts
     pipeline: str  # as Python, to paste
     qkv: QKV | None = field(default=None, eq=False, repr=False)
@@ -155,6 +155,11 @@ def measure(
         _wait(model.device)
         first_token_s = time.perf_counter() - begin
         attention_s = sight.seconds()
+    dense, left = recorder.dense_calls(), sorted(set(recorder.dense_calls()) - set(recorder.sparse_calls()))
+    if left:
+        reasons = ", ".join(sorted({because for layer in left for because in dense[layer]}))
+        some = f"dense in layers {', '.join(map(str, left))} ({reasons})"
+        executor = f"{executor}; {some}" if recorder.sparse_calls() else f"dense in all layers ({reasons})"
 
     return MethodResult(
         method,
