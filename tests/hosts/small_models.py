@@ -80,6 +80,8 @@ _OTHER |= {
     name: {"layer_types": ["linear_attention", "full_attention"]}
     for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 }
+_OTHER["qwen4_exp_text"] |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+_OTHER["qwen4_exp_text"] |= {"indexer_budget": 64, "indexer_compress_ratio": 4}
 _SMALL: dict[str, Any] = {name: value for value, names in _SIZES.items() for name in names.split()}
 _SMALL |= {"dropout": 0.0, "attention_dropout": 0.0}
 

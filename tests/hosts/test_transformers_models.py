@@ -328,20 +328,16 @@ def test_a_sink_for_each_query_goes_with_its_row(monkeypatch: pytest.MonkeyPatch
     assert all_dense(recorder, "position bias")
 
 
-def test_a_whole_layer_may_be_dense_for_its_head_dim() -> None:
-    model, recorder = make("llama"), DensityRecorder()
-    model.set_attn_implementation("sdpa")  # whose causal calls need no mask
-    wide = torch.randn(1, 4, 70, 512)
-    narrow = wide[:, :2]
-    with attached(model, recorder) as attachment:
-        attend = transformers.AttentionInterface._global_mapping[attachment.key]
-        out, _ = attend(model.model.layers[0].self_attn, wide, narrow, narrow, None)
-    expected = nn.functional.scaled_dot_product_attention(wide, narrow, narrow, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(out.transpose(1, 2), expected)
-    assert recorder.dense_calls() == {0: Counter({"head dim above 256": 1})}
-
-
 # Masks that a model reads in its own way
+
+
+def test_tokens_of_pictures_are_dense() -> None:
+    """In Gemma 3 they attend in both directions, in layers with and without a window."""
+    model, ids, recorder = small_model("gemma3"), tokens(80), DensityRecorder()
+    types = torch.arange(80)[None].sub(20).abs().lt(8).long()
+    assert not torch.equal(model(ids).logits, model(ids, token_type_ids=types).logits)
+    assert_as_alone(model, lambda model: model(ids, token_type_ids=types).logits, recorder)
+    assert all_dense(recorder, "mask")
 
 
 TOWER: dict[str, Any] = {
@@ -691,14 +687,14 @@ EXPECTED: dict[str, str] = {
     "prophetnet recurrent_gemma rembert roformer rwkv trocr xglm xlnet xlstm",
     "raises": "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 mistral_large4",
     "dense": "bert bert-generation camembert data2vec-text doge electra encoder-decoder ernie inkling2_text "
-    "inkling_text llama4 llama4_text longt5 mt5 roberta roberta-prelayernorm roc_bert "
+    "inkling_text llama4 llama4_text longt5 mt5 qwen4_exp qwen4_exp_text roberta roberta-prelayernorm roc_bert "
     "switch_transformers t5 t5gemma2 umt5 unlimited_ocr xlm-roberta xlm-roberta-xl",
     "not built": "blip blip-2 blt chameleon cohere_compass cohere_compass_text cosmos3_edge dbrx deepseek_ocr2 "
     "diffusion_gemma dots3_note emu3 ernie4_5_vl_moe fast_vlm florence2 gemma3n gemma4_assistant "
     "gemma4_unified_assistant glm4v_moe glm5_next granite4_vision granite_speech granite_speech_plus "
     "hunyuan_vl idefics inkling2 inkling_mm_model instructblip instructblipvideo janus kosmos-2 "
     "longcat_flash molmo2 muse_spark musicgen musicgen_melody nemo_speechlm nemotron_h_omni "
-    "perception_lm pi0 pix2struct pp_formulanet qwen4_exp qwen4_exp_text reformer udop vibevoice_asr "
+    "perception_lm pi0 pix2struct pp_formulanet reformer udop vibevoice_asr "
     "vision-encoder-decoder voxtral_realtime xlm xmod",
 }
 

@@ -113,6 +113,14 @@ def test_rows_are_those_of_float64(kind: str, dtype: torch.dtype, rounded: bool,
     np.testing.assert_allclose(got_sum, want_sum, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)], ids=str)
+def test_how_far_off_a_mean_of_equal_values_is(dtype: torch.dtype, most: float) -> None:
+    """Weights are rounded and their sum is not: as in docs/reference/numerics.md, and by more than half of that."""
+    scores = 8 * np.random.default_rng(0).standard_normal((16, 320)).astype(np.float32)
+    mean, _ = attend(scores, np.ones((320, 1)), 1.0, dtype, True, 64)
+    assert most / 2 < np.abs(mean - 1).max() <= most
+
+
 @pytest.mark.parametrize("other", [0.0, 1e30, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", list(TYPES), ids=str)
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype, other: float) -> None:
