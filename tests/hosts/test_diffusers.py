@@ -411,23 +411,23 @@ def test_rules_on_cells_take_the_grid_from_the_model() -> None:
         run(model, inputs)
 
 
-def test_timesteps_of_mochi_rise() -> None:
-    model, inputs, recorder = made(CASES["mochi"]), given(CASES["mochi"], SMALL), DensityRecorder()
+PER_TOKEN = torch.cat((torch.zeros(1, 24), torch.full((1, 48), 900.0)), dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "timesteps"),
+    [
+        ("mochi", [at(1, timestep) for timestep in (0.0, 250.0, 0.0, 500.0)]),  # they rise
+        ("wan", [PER_TOKEN, 0.5 * PER_TOKEN, PER_TOKEN, 0.5 * PER_TOKEN]),  # Wan 2.2: 0 for a given first frame
+    ],
+)
+def test_steps_of_other_timesteps(name: str, timesteps: list[Tensor]) -> None:
+    model, inputs, recorder = made(CASES[name]), given(CASES[name], SMALL), DensityRecorder()
     with attached(model, dense_steps=(0,), recorder=recorder):
-        for timestep in (0.0, 250.0, 500.0, 0.0):
-            run(model, {**inputs, "timestep": at(1, timestep)})
+        for timestep in timesteps:
+            run(model, {**inputs, "timestep": timestep})
     assert recorder.sparse_calls() == {0: 2, 1: 2}
     assert recorder.dense_calls()[0] == Counter({"dense step": 2})
-
-
-def test_a_timestep_per_token() -> None:
-    """Wan 2.2 gives the tokens of a given first frame timestep 0."""
-    model, inputs, recorder = made(CASES["wan"]), given(CASES["wan"], SMALL), DensityRecorder()
-    per_token = torch.cat((torch.zeros(1, 24), torch.full((1, 48), 900.0)), dim=1)
-    with attached(model, dense_steps=(0,), recorder=recorder):
-        for timestep in (per_token, per_token * 0.5):
-            run(model, {**inputs, "timestep": timestep})
-    assert recorder.sparse_calls() == {0: 1, 1: 1}
 
 
 @pytest.mark.slow

@@ -167,16 +167,6 @@ def all_dense(recorder: DensityRecorder, reason: str, calls: int = 1) -> bool:
 
 
 @pytest.mark.parametrize("name", SPARSE_MODELS)
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "ones"])
-@pytest.mark.parametrize(("length", "batch"), [(65, 1), (129, 2)])
-def test_one_shot_prefill_is_sparse(name: str, length: int, batch: int, masked: bool) -> None:
-    recorder, ids = DensityRecorder(), tokens(length, batch=batch)
-    mask = torch.ones_like(ids) if masked else None
-    assert_same_logits(make(name), lambda model: model(ids, attention_mask=mask).logits, recorder)
-    assert all_sparse(recorder)
-
-
-@pytest.mark.parametrize("name", SPARSE_MODELS)
 @each_cache
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "ones"])
 def test_unaligned_chunks_are_sparse_and_add_up(name: str, room: int | None, masked: bool) -> None:
@@ -418,12 +408,19 @@ def test_a_checkpointed_call_is_dense_in_eval_mode(reentrant: bool | None) -> No
     assert all_dense(recorder, "gradients", calls=2)
 
 
-def test_a_model_in_training_says_how_to_make_it_sparse(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("dropout", "said"), [(0.0, "training (call model.eval() for inference)"), (0.5, "dropout")]
+)
+def test_a_model_in_training_is_dense_and_says_why(
+    dropout: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, recorder = make("llama").train(), DensityRecorder()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = dropout
     with attached(model, recorder):
         model(tokens(60))
-    assert all_dense(recorder, "training")
-    assert "2 x training (call model.eval() for inference)" in caplog.text
+    assert all_dense(recorder, said.split()[0])
+    assert f"2 x {said}" in caplog.text
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["mixed dtypes", "one dtype"])
@@ -437,15 +434,6 @@ def test_autocast_is_that_of_dense_attention(cached: bool, recorded: bool) -> No
         with attach(model, DENSE_LIMIT, min_tokens=1, recorder=DensityRecorder() if recorded else None):
             actual = model(ids, use_cache=cached).logits
     assert float((actual - exact).abs().max()) < 2 * float((expected - exact).abs().max())
-
-
-def test_dropout_is_dense() -> None:
-    model, recorder = make("llama"), DensityRecorder()
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.5
-    with attached(model.train(), recorder):
-        model(tokens(60))
-    assert all_dense(recorder, "dropout")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gpt2"])

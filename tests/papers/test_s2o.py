@@ -288,17 +288,12 @@ def assert_replayed(trace: AnyTrace) -> None:
     torch.testing.assert_close(trace.output.lse, same.lse, rtol=1e-5, atol=1e-5)
 
 
-def ranked(*ranks: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, bs.RankedBlockMask]:
-    """One query that has seen every key, blocks of 16 keys with these ranks; every block of keys is alike."""
-    k = keys.repeat_interleave(16).view(1, 1, -1, 1)
-    q, v = torch.ones(1, 1, 1, 1), torch.ones_like(k)
-    grid = grid_of(q, k, 16)
-    keep = torch.ones(1, 1, 1, len(ranks), dtype=torch.bool)
-    return q, k, v, bs.RankedBlockMask(keep, grid, torch.tensor(ranks, dtype=torch.int32).view(1, 1, 1, -1))
-
-
 def reached(executor: GatherExecutor, *ranks: int, keys: list[float]) -> list[int]:
-    q, k, v, mask = ranked(*ranks, keys=torch.tensor(keys))
+    """The blocks that one query visits, which has seen every key: of 16 equal keys each, with these ranks."""
+    k = torch.tensor(keys).repeat_interleave(16).view(1, 1, -1, 1)
+    q, v = torch.ones(1, 1, 1, 1), torch.ones_like(k)
+    keep = torch.ones(1, 1, 1, len(ranks), dtype=torch.bool)
+    mask = bs.RankedBlockMask(keep, grid_of(q, k, 16), torch.tensor(ranks, dtype=torch.int32).view(1, 1, 1, -1))
     output = executor(q, k, v, mask, asked(mask, 1.0))
     columns: list[int] = not_none(output.visited).keep[0, 0, 0].nonzero().flatten().tolist()
     return columns

@@ -234,6 +234,8 @@ def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
         plan.schedule(tiny.network(seed=1))
     with pytest.raises(TuneError, match=r"\(it differs in weights or settings\)"):
         plan.schedule(tiny.network(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))  # equal weights
+    with pytest.raises(TuneError, match=r"\(it differs in weights or settings\)"):
+        plan.schedule(tiny.network(hidden_act="gelu"))
     with pytest.raises(TuneError, match=r"\(it differs in layers: 3 and 4\)"):
         plan.schedule(tiny.network(num_hidden_layers=4))
     with pytest.raises(TuneError, match=r"embed_tokens.weight is on the meta device, offloaded"):
@@ -321,10 +323,6 @@ def test_a_plan_knows_which_adapters_of_peft_are_active() -> None:
         setattr(adapted, name, before)
     adapted.scaling["b"] = 0.5  # of no adapter that adds anything
     assert made_for.difference(Fingerprint.of(network)) is None
-
-
-def test_a_plan_knows_the_activation() -> None:
-    assert Fingerprint.of(tiny.network()) != Fingerprint.of(tiny.network(hidden_act="gelu"))
 
 
 def test_a_plan_for_a_model_over_ranks(model: Any, saved: Path, tmp_path: Path) -> None:
