@@ -20,6 +20,7 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.observe import Audit, AuditedAttention, Crossing, Estimate
 from blocksparse.observe.audit import draw, ratio, row_sums
 from blocksparse.testing import make_qkv, masked_attention
+from tests.kernels.compare import draws
 from tests.specs import not_none
 from tests.stages import SMALL_BLOCKS
 from tests.tiny_model import tiny_llama
@@ -49,10 +50,6 @@ def without(column: int) -> AnyPipeline:
     return bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), Without(column), bs.ReferenceExecutor())
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def figures(sums: Tensor) -> tuple[float, float]:
     """Covered mass and error of `[4, rows]`."""
     covered, draws, distance, norm = sums.sum(1).tolist()
@@ -72,7 +69,7 @@ def true_figures(pipeline: AnyPipeline, q: Tensor, k: Tensor, v: Tensor) -> tupl
 @pytest.mark.parametrize(("M", "N"), [(300, 300), (100, 300)])
 def test_all_rows_give_the_truth(name: str, M: int, N: int) -> None:
     q, k, v = make_qkv(B=2, M=M, N=N, D=16)
-    sums = row_sums(PIPELINES[name].trace(q, k, v), M, generator())
+    sums = row_sums(PIPELINES[name].trace(q, k, v), M, draws())
     assert figures(sums) == pytest.approx(true_figures(PIPELINES[name], q, k, v), rel=1e-4, abs=1e-6)
     assert sums[1].tolist() == [2 * 4] * M
 
@@ -82,7 +79,7 @@ def test_half_precision_adds_no_error_of_its_own(dtype: torch.dtype) -> None:
     """Of a call that keeps everything, the output's own rounding is all that is left."""
     pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), bs.Everything(), bs.ReferenceExecutor())
     q, k, v = make_qkv(N=500, D=32, dtype=dtype)
-    mass, error = figures(row_sums(pipeline.trace(q, k, v), 500, generator()))
+    mass, error = figures(row_sums(pipeline.trace(q, k, v), 500, draws()))
     assert mass == pytest.approx(1, abs=1e-5)
     assert error == pytest.approx(true_figures(pipeline, q, k, v)[1], rel=0.02)
     assert error < torch.finfo(dtype).eps
@@ -90,7 +87,7 @@ def test_half_precision_adds_no_error_of_its_own(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("M", "rows"), [(100, 16), (64, 64), (50, 16), (10, 16)])
 def test_every_query_is_drawn_as_often_as_every_other(M: int, rows: int) -> None:
-    drawn = draw(50, 40, M, rows, generator())
+    drawn = draw(50, 40, M, rows, draws())
     assert drawn.shape == (50, 40, rows)
     assert (drawn.diff() >= 0).all()
     counts = drawn.flatten().bincount(minlength=M).double() / (50 * 40)
@@ -104,7 +101,7 @@ def test_intervals_hold_in_94_of_100_trials_on_recorded_layers(layer: str) -> No
     """Of every query of 9 heads: covered mass, `sum|o - o'|` and `sum|o'|`, while SmolLM2 read 4096 tokens."""
     recorded = torch.from_numpy(np.load(RECORDED)[layer]).double()  # [3, Hq, M]
     _, H, M = recorded.shape
-    random, trials, rows = generator(), 400, 64
+    random, trials, rows = draws(), 400, 64
     drawn = draw(trials, H, M, rows, random)
     sums = torch.stack([x.expand(trials, -1, -1).gather(2, drawn).sum(1) for x in recorded])  # [3, trials, rows]
     truth = recorded[0].mean(), recorded[1].sum() / recorded[2].sum()
@@ -254,7 +251,7 @@ def test_an_executor_without_lse_is_refused() -> None:
     trace = PIPELINES["mean_pooling"].trace(*make_qkv(N=100, D=16))
     object.__setattr__(trace.output, "lse", None)
     with pytest.raises(ValueError, match="an audit needs an executor that gives lse"):
-        row_sums(trace, 16, generator())
+        row_sums(trace, 16, draws())
 
 
 def test_the_table_and_prometheus_have_a_line_per_layer() -> None:

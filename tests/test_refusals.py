@@ -7,7 +7,6 @@ import logging
 import operator
 import random
 import re
-import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from attrs import evolve
 import blocksparse as bs
 from blocksparse.check.per_head import HeadValues
 from blocksparse.testing import assert_within_budget, every_preset, make_qkv
-from blocksparse.tools.cli.main import main
 from tests.arguments import KINDS, TARGETS
 from tests.tiny_model import tiny_llama
 
@@ -406,20 +404,3 @@ def test_a_wrong_attachment(caplog: pytest.LogCaptureFixture) -> None:
         check(logged(600), "LlamaForCausalLM | 2 x gradients (call the model under torch.no_grad())")
     with torch.no_grad():
         check(logged(99), "2 x fewer than min_tokens (longer prompts are sparse; attach takes min_tokens)")
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("tune model --strategy best", "--strategy | 'best' | 'kl', 'sparge'"),
-        ("build --for-wheel /nowhere", "'--for-wheel' | folder of the package's source | /nowhere"),
-    ],
-)  # fmt: skip
-def test_a_wrong_command(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status: Any
-    try:
-        status = main(shlex.split(command))
-    except SystemExit as end:
-        status = end.code
-    assert status
-    check(" ".join(capsys.readouterr().err.split()), words)

@@ -92,6 +92,8 @@ def test_patterns() -> None:
     assert [kept(bs.Band(2 * B16)(scores), row) for row in range(4)] == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
     assert [kept(bs.Sink()(scores), row) for row in range(4)] == [[0], [0, 1], [0, 2], [0, 3]]
     assert [kept(bs.Sink(B16 + 1)(scores), row) for row in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 3]]
+    both_sides = bs.Band(1)(bs.BlockScores(torch.zeros(1, 1, 4, 4), grid(4)))
+    assert [kept(both_sides, row) for row in range(4)] == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
 
 
 class ByScores(bs.Selector[bs.BlockScores, bs.BlockMask]):
@@ -186,11 +188,6 @@ def test_union_and_intersection_of_masks(cols: int, heads: int) -> None:
     assert torch.equal((a | b).keep, (one | other).expand(1, 4, -1, -1))
     assert torch.equal((a & b).keep, (one & other).expand(1, 4, -1, -1))
     assert ((a | b).keep.stride(1) == 0) == (heads == 1)
-
-
-def test_band_covers_both_sides_when_not_causal() -> None:
-    scores = bs.BlockScores(torch.zeros(1, 1, 4, 4), grid(4))
-    assert [kept(bs.Band(1)(scores), row) for row in range(4)] == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
 
 
 def test_shared_by_group_is_the_union() -> None:
