@@ -219,11 +219,21 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def test_prompts_that_no_engine_serves_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["serving", "--length", "4096", "--cases", "1x2048 1x4000x97@512"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--cases", "1x2048 1x4000x97@512"], "1x4000x97@512' has 4097 tokens with its answer, more than 4096"),
+        (["--tasks", "1024", "4096", "--model", "."], "--tasks must be at most 4032: 4096"),
+    ],
+)
+def test_prompts_that_no_engine_serves_are_refused(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(serving, "longest", lambda *_: 4096)
+    monkeypatch.setattr(sys, "argv", ["serving", "--length", "4096", *given])
     with pytest.raises(SystemExit):
         serving.main()
-    assert "1x4000x97@512' has 4097 tokens with its answer, more than 4096" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_server_and_its_engine_are_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

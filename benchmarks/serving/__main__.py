@@ -37,6 +37,7 @@ MIXES = "16x1000 16x4000 4x12000 16x1000x64 1x12000"
 STOCK, LIMIT = "stock", "limit"
 KEPT = {"preset": "sparge", "settings": {"theta": 1.0}, "dense_below": 0}  # everything; sizes do not say so
 CAN = 0.6  # what unmodified vLLM must score in a task
+ANSWER = 64  # tokens, more than any task asks for
 
 
 @frozen(eq=False)
@@ -296,6 +297,8 @@ def _options() -> argparse.Namespace:
             parser.error(
                 f"{text!r} has {Case.read(text).length} tokens with its answer, more than {most}, see --length"
             )
+    if options.tasks and max(options.tasks) + ANSWER > most:
+        parser.error(f"--tasks must be at most {most - ANSWER}: {max(options.tasks)}. See --length")
     if find_spec("vllm") is None:
         parser.error("vLLM is not installed here (docs/start/vllm.md says how)")
     return options
