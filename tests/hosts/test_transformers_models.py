@@ -560,6 +560,22 @@ def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
     assert recorder.sparse_calls() == {-1: 2}
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule(DENSE_LIMIT, dense=[-1]), Schedule(None, layers={5: DENSE_LIMIT})],
+    ids=["dense", "sparse"],
+)
+def test_a_schedule_by_layer_needs_one_stack_of_layers(schedule: Schedule) -> None:
+    """HRM-Text runs two stacks of two layers by turns, as 16 layers; both stacks count from 0."""
+    model = small_model("hrm_text")
+    with pytest.raises(ValueError, match="name layers of HrmTextForCausalLM: they share one HrmTextAttention"):
+        attach(model, schedule)
+    recorder = DensityRecorder()
+    with attached(model, recorder, Schedule(DENSE_LIMIT)):
+        model(tokens(80), use_cache=False)
+    assert recorder.sparse_calls() == {0: 8, 1: 8}
+
+
 def test_a_schedule_by_layer_needs_layers_of_their_own() -> None:
     """Of tied layers the second says that it is the first."""
     model = make("llama")

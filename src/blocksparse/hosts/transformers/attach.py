@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from enum import StrEnum
@@ -378,14 +378,23 @@ def _modules(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
 
 
 def _in_several_layers(model: PreTrainedModel) -> Iterator[type[nn.Module]]:
-    """The classes of attention that stands in several layers, or that each layer tells its own number."""
+    """The classes of attention that stands in several layers, or that does not tell its layers by one number."""
     first: dict[int, list[str]] = {}
+    stacks: dict[Hashable, tuple[int, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        kind, numbers = type(module), [part for part in path.split(".") if part.isdigit()]
+        kind, parts = type(module), path.split(".")
+        numbers = [part for part in parts if part.isdigit()]
         if asks_for_its_function(kind):
             told = layer_of(module) < 0 and "layer_idx" in inspect.signature(kind.forward).parameters
             if told or first.setdefault(id(module), numbers) != numbers:
                 yield kind
+            # Two stacks of one decoder that both count from 0 run by turns, as in HRM-Text.
+            if numbers and layer_of(module) >= 0 and not model.config.is_encoder_decoder:
+                layer = parts[: parts.index(numbers[0]) + 1]
+                same = kind, layer_of(module), id(getattr(module, "config", None))
+                other, its = stacks.setdefault(same, (id(module), layer))
+                if other != id(module) and its != layer:
+                    yield kind
 
 
 def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attention | None]:
