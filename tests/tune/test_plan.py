@@ -244,6 +244,35 @@ def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
     model.to(torch.float32)
 
 
+@pytest.mark.parametrize("head", range(tiny.HEADS))
+def test_a_plan_for_a_model_without_one_head(saved: Path, head: int) -> None:
+    """Rows of a multiple of 32 numbers, of which one head has a part."""
+    ablated = tiny.network()
+    weight = ablated.model.layers[1].self_attn.o_proj.weight
+    size = weight.shape[1] // tiny.HEADS
+    weight[:, head * size : (head + 1) * size] = 0
+    with pytest.raises(TuneError, match=r"\(it differs in weights or settings\)"):
+        Plan.load(saved).schedule(ablated)
+
+
+def test_a_plan_knows_each_of_many_heads() -> None:
+    """In rows and in columns, also of a weight that is packed into one column."""
+    network, heads, size = tiny.network(), 128, 16
+    weight = torch.nn.Parameter(torch.ones(heads * size, heads * size), requires_grad=False)
+    attention = network.model.layers[1].self_attn
+    for shape in ((heads * size, heads * size), (-1, 1)):
+        attention.o_proj.weight = torch.nn.Parameter(weight.data.view(shape), requires_grad=False)
+        whole, state = Fingerprint.of(network), torch.get_rng_state()
+        for head in range(heads):
+            part = slice(head * size, (head + 1) * size)
+            for one in (weight[part], weight[:, part]):
+                one.zero_()
+                assert Fingerprint.of(network) != whole
+                one.fill_(1)
+        assert Fingerprint.of(network) == whole
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_length_is_at_least_one_token() -> None:
     with pytest.raises(ValueError, match="'tokens' must be a whole number, at least 1"):
         AtLength(-5, 1.0, 0.0, 0.0, 1, 1, 1)

@@ -19,7 +19,8 @@ from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
 from blocksparse.layers.schedule import LayerPipeline, Schedule, heads_of, setting, text_config
 from blocksparse.presets.named import Candidate, TuneError, UpTo
 
-_SAMPLES = 32  # numbers of each weight
+_SAMPLES = 512  # numbers of each weight, so that every one of 128 heads has some
+_ROW, _COLUMN = 0.7548776662466927, 0.5698402909980532  # multiples of them, modulo 1, fill a square evenly
 _OF_THE_CONFIG = (  # they change attention, and no weight
     "rope_parameters", "no_rope_layers", "sliding_window", "attention_chunk_size", "layer_types",
     "num_kv_shared_layers", "query_pre_attn_scalar", "attention_multiplier", "attn_logit_softcapping",
@@ -57,9 +58,7 @@ class Fingerprint:
                 )
             digest.update(f"{name} {tuple(weight.shape)} ".encode())
             for plain in _plain(weight):
-                flat = plain.detach().reshape(-1)
-                some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
-                digest.update(some.numpy().tobytes())
+                digest.update(_some(plain.detach()).to("cpu", torch.float32).numpy().tobytes())
         for name, module in network.named_modules():
             if hasattr(module, "merged_adapters"):  # of PEFT, which may hold others than those that it adds
                 used = [] if module.disable_adapters else module.active_adapters
@@ -103,6 +102,16 @@ def _plain(weight: Tensor) -> Iterator[Tensor]:
     else:
         for name in weight.__tensor_flatten__()[0]:
             yield from _plain(getattr(weight, name))
+
+
+def _some(weight: Tensor) -> Tensor:
+    """Numbers of a weight at positions spread over its rows and columns; all of a small one."""
+    flat, columns = weight.reshape(-1), max((1, *weight.shape[-1:]))
+    if flat.numel() <= _SAMPLES:
+        return flat
+    step = torch.arange(_SAMPLES, dtype=torch.float64)
+    row, column = step * _ROW % 1 * (flat.numel() // columns), step * _COLUMN % 1 * columns
+    return flat[(row.long() * columns + column.long()).to(flat.device)]
 
 
 FORMAT = "blocksparse plan 2"
