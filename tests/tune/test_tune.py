@@ -38,6 +38,7 @@ from blocksparse.tools.tune.journal import Journal, Work
 from blocksparse.tools.tune.prompts import by_length
 from blocksparse.tools.tune.run import ErrorBounds, sparge_search
 from blocksparse.tools.tune.sensitivity import Bench, Reading
+from blocksparse.tools.tune.session import Verifier
 from tests.hosts.small_models import small_model
 from tests.tiny_model import SIZES, tiny_gemma2
 from tests.tune import tiny
@@ -128,6 +129,29 @@ def test_the_noise_of_kernels_costs_nothing(tmp_path: Path) -> None:
     assert bench.journal[f"loss 0 {unit} everything"]["text"] > 0
     assert bench.journal[f"loss 0 {unit} {whole}"]["text"] > 0
     assert bench.losses(0, prompt, unit, tiny.pooled(0.5))[0] > 0
+
+
+def test_more_work_than_was_thought_is_never_nearly_done() -> None:
+    """A search may verify more plans than usual, each after a few more runs of the model."""
+    said: list[tuple[float, float | None]] = []
+    work = Work(lambda _, share, left: said.append((share, left)), {"running": 4.0, "verifying": 4.0})
+    for phase in ("running", "verifying", "running", "verifying"):
+        for _ in range(4):
+            work.did(phase, 1.0)
+    assert all(left for _, left in said[1:7])
+    assert said[7:] == [(0.99, None)] * 9
+    work.ends()
+    assert said[-1] == (1.0, 0.0)
+
+
+def test_a_plan_that_was_verified_is_no_work_again(model: Any, tmp_path: Path) -> None:
+    """Nor is the noise of kernels, which belongs to each of them."""
+    work = Work(lambda *_: None, {"verifying": 100.0})
+    verifier = Verifier(Bench(model, Journal.open(tmp_path / "j", {}), work, 60), tiny.prompts(2, 1))
+    noise = verifier.noise([0, 1])
+    assert work.todo == {"verifying": 96.0}
+    assert verifier.noise([0, 1]) == noise
+    assert work.todo == {"verifying": 96.0}
 
 
 @pytest.mark.slow
@@ -530,6 +554,11 @@ def test_of_one_length_prompts_half_as_long_are_made_too(
         (["MODEL", "--prompts", "none.jsonl", "--seed", "3"], "'--seed' does not apply to '--prompts', of"),
         (["MODEL", "--prompts", "p.jsonl", "--text", "none.txt"], "'--text' does not apply to '--prompts', of"),
         (["MODEL", "--tokens", "5000", "900"], "tokens for each prompt"),
+        (
+            ["MODEL", "--tokens", "560"],
+            "'--tokens 560' alone also makes prompts of half of it, 280 tokens: ",
+        ),
+        (["MODEL", "--tokens", "280", "560"], "tune: 'tokens' must be at least "),
         (["MODEL", "--tokens", "1025", "900", "--count", "1"], "prompts must be of at most 1024 tokens"),
         (["MODEL", "--text", "none.txt"], "'--text' must be a readable UTF-8 text: none.txt"),
         (["MODEL", "--prompts", "none.jsonl"], "must be a readable UTF-8 file: none.jsonl"),

@@ -229,7 +229,15 @@ def _prompts(tokenizer: Any, arguments: argparse.Namespace) -> tuple[Sequence[Tu
         for number, tokens in enumerate(dict.fromkeys(lengths)):
             # Of each part of the text prompts of all lengths are made, so that none is compared and verified on.
             seed = arguments.seed + number
-            every = prompts_from_text(tokenizer, text, tokens=tokens, count=total, seed=seed)
+            try:
+                every = prompts_from_text(tokenizer, text, tokens=tokens, count=total, seed=seed)
+            except TuneError as error:
+                if tokens in arguments.tokens:
+                    raise
+                raise TuneError(
+                    f"'--tokens {arguments.tokens[0]}' alone also makes prompts of half of it, {tokens} tokens: "
+                    f"{error} Or give two lengths."
+                ) from None
             prompts += [every[i] for i in compared]
             held_back += [every[i] for i in range(total) if i not in compared]
         return prompts, held_back

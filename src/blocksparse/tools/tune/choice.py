@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import final
 
@@ -167,6 +169,19 @@ class Option:
     losses: tuple[float, ...]  # one for each budget, none below 0; none at all where they were not measured
 
 
+@contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Drop what is written to file 1: HiGHS prints some lines whatever its options say."""
+    own = os.dup(1)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 1)
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+
+
 def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[Option]:
     """The option of every unit with which the costs add up to the least, and the losses to at most the budgets.
 
@@ -192,13 +207,14 @@ def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[
         else:
             constraints.append(LinearConstraint((losses > 0).astype(float)[None], -np.inf, 0))
     costs = np.array([option.cost for option in options])
-    solved = milp(
-        costs / max(float(costs.max()), 1e-30),
-        integrality=np.ones(len(options)),
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"mip_rel_gap": 0.0},
-    )
+    with _nothing_printed():
+        solved = milp(
+            costs / max(float(costs.max()), 1e-30),
+            integrality=np.ones(len(options)),
+            bounds=Bounds(0, 1),
+            constraints=constraints,
+            options={"mip_rel_gap": 1e-3, "time_limit": 10.0},  # seconds; 0.1 are usual
+        )
     if solved.x is None:
         raise ValueError(f"no choice of candidates fits the budgets {tuple(budgets)}: {solved.message}")
     taken = [options[i] for i in np.flatnonzero(solved.x > 0.5)]
@@ -208,6 +224,7 @@ def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[
 
 _EXPONENT = 2.0  # a KL grows with the square of a small change; the losses that are known may say otherwise
 _LEAST_ERROR = 1e-3  # errors below are all the same
+_FIRM = 4.0  # as many losses say as much of the noise as what is assumed
 
 
 def hoped_losses(
@@ -218,11 +235,11 @@ def hoped_losses(
     Errors order the settings of one preset in one layer. They do not compare layers or presets. The same error
     raises the KL more in some layers than in others, and `s2o` has the smallest error and the highest KL at
     answers. So the logarithm of a KL is modelled as a sum of four terms. These are a number for the unit, one for
-    the preset, a multiple of the logarithm of the error, and a constant. Noise changes it by a factor of e. If
-    nothing were known, all numbers but the constant would be 0, and the multiple 2, give or take 1. The model is
-    fitted by Bayesian linear regression: least squares over the known losses with one more row for each number.
-    The variance of an estimate is that of the noise plus that of the fit. So hope is greatest where least is known
-    of a unit or a preset.
+    the preset, a multiple of the logarithm of the error, and a constant. If nothing were known, all numbers but
+    the constant would be 0, and the multiple 2, give or take 1. The model is fitted by Bayesian linear regression:
+    least squares over the known losses with one more row for each number. The variance of an estimate is that of
+    the noise plus that of the fit. So hope is greatest where least is known of a unit or a preset. The noise is
+    what the fit leaves of the known losses. The fewer are known, the closer it is to a factor of e.
 
     Args:
         known: losses of some units and candidates. At least one.
@@ -244,8 +261,10 @@ def hoped_losses(
     seen, every = rows(list(known)), rows(list(errors))
     beyond = np.log(np.maximum(list(known.values()), least)) - _EXPONENT * seen[:, exponent]
     spread = np.linalg.inv(seen.T @ seen + np.diag([1.0] * (exponent + 1) + [0.0]))
-    likely = every @ spread @ (seen.T @ beyond) + _EXPONENT * every[:, exponent]
-    deviation = np.sqrt(1.0 + np.einsum("ki,ij,kj->k", every, spread, every))
+    fit = spread @ (seen.T @ beyond)
+    likely = every @ fit + _EXPONENT * every[:, exponent]
+    noise = (_FIRM + beyond @ (beyond - seen @ fit)) / (_FIRM + len(beyond) - 1)
+    deviation = np.sqrt(noise * (1.0 + np.einsum("ki,ij,kj->k", every, spread, every)))
     # Rounded, so that the last bits of another machine's arithmetic do not change a plan.
     return dict(zip(errors, np.exp((likely - deviation).round(6)).tolist(), strict=True))
 
@@ -253,7 +272,7 @@ def hoped_losses(
 Losses = tuple[float, ...]
 """One for each budget."""
 
-_WORTH = 0.01  # of the cost must be promised, or the model is not run again
+WORTH = 0.02  # of the cost must be promised, or the model is not run again, nor another plan verified
 _NOTHING = 1e-4  # of a budget; losses below are not told apart
 
 
@@ -305,7 +324,7 @@ class GuidedChoice:
             promised = choose(self._options(self._guesses(budgets) | self._known), budgets)
             taken = [(unit, option.name) for unit, option in zip(self.dense, promised, strict=True)]
             new = [key for key in taken if key[1] != DENSE and key not in self._known]
-            if not new or _cost(known) <= (1 + _WORTH) * _cost(promised):
+            if not new or _cost(known) <= (1 + WORTH) * _cost(promised):
                 return known
             self._known.update(self.run(new))
 

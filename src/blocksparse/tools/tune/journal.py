@@ -16,6 +16,7 @@ from blocksparse.presets.named import TuneError
 Report = Callable[[str, float, float | None], None]
 """Gets what is being done, the share of the work that is done, and seconds left, None before that is known."""
 _SAYS_NOTHING = 0.02  # of the work
+_MOST = 0.99  # of the work is said to be done until it ends
 
 
 @final
@@ -40,10 +41,10 @@ class Work:
         self.todo[phase] = max(0.0, self.todo[phase] - amount)
         left = sum(self.todo.values())
         # A few measurements say nothing yet; the first ones also compile and warm up.
-        known = self._measured > _SAYS_NOTHING * (self._measured + left)
+        known = left > 0 and self._measured > _SAYS_NOTHING * (self._measured + left)
         self.report(
             phase,
-            self._done / max(self._done + left, 1e-9),
+            min(_MOST, self._done / max(self._done + left, 1e-9)),
             left * self._seconds / self._measured if known else None,
         )
 

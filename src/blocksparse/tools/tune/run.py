@@ -13,7 +13,7 @@ from attrs import evolve, field, frozen
 
 from blocksparse.check.validators import one_of, positive, size
 from blocksparse.presets.named import Candidate, TuneError
-from blocksparse.presets.plan import Plan, Try
+from blocksparse.presets.plan import Plan
 from blocksparse.tools.tune.choice import DENSE, Costs, Evaluation, GuidedChoice, Key, Losses, Option, Unit
 from blocksparse.tools.tune.journal import Report
 from blocksparse.tools.tune.prompts import TunePrompt, by_length
@@ -43,7 +43,7 @@ DEFAULT_CANDIDATES: tuple[Candidate, ...] = (
 
 
 _MOST = 0.9  # of a layer's work; a window that keeps more hardly shows here what it drops of longer prompts
-_RUNS = 8  # of the model with each unit, about; only the estimate of the time left rests on it
+_RUNS = 8  # of the model with each unit, at most about; only the estimate of the time left rests on it
 
 
 @final
@@ -138,12 +138,12 @@ def tune(
         partial(_losses, session, by_name),
     )
 
-    def measured(taken: list[Option]) -> Try:
-        work.is_over("running the model")  # another budget may ask for a few candidates more
-        return session.verified([option.name for option in taken], by_name, costs)
-
     taken, tried, tries = plan_that_fits(
-        choice, choice.all_dense(), (budget.text_kl, budget.answer_kl), measured, budget.tries
+        choice,
+        choice.all_dense(),
+        (budget.text_kl, budget.answer_kl),
+        lambda taken: session.verified([option.name for option in taken], by_name, costs),
+        budget.tries,
     )
     return session.plan(
         taken, by_name, costs, tried, tries, strategy="kl", budget=(budget.text_kl, budget.answer_kl)

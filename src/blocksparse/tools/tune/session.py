@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from attrs import asdict, define, frozen
+from attrs import asdict, define, field, frozen
 
 import blocksparse
 from blocksparse.layers.head_groups import AnyPipeline, HeadGroups, Heads
@@ -19,7 +19,7 @@ from blocksparse.observe.density_recorder import DensityRecorder
 from blocksparse.presets.named import Candidate, TuneError
 from blocksparse.presets.plan import AtLength, Evidence, Fingerprint, Part, Plan, Try
 from blocksparse.tools.demo.watch import EVERYTHING
-from blocksparse.tools.tune.choice import DENSE, Costs, Option, Unit
+from blocksparse.tools.tune.choice import DENSE, WORTH, Costs, Option, Unit
 from blocksparse.tools.tune.journal import Journal, Report, Work
 from blocksparse.tools.tune.prompts import LONG, TunePrompt, by_length, hash_of
 from blocksparse.tools.tune.sensitivity import Bench, Loss
@@ -40,6 +40,7 @@ class Verifier:
 
     bench: Bench
     held: Sequence[TunePrompt]
+    _verified: dict[str, Verified] = field(factory=dict, init=False)  # by a hash of the plan
 
     def noise(self, sparse: Iterable[int]) -> Verified:
         """Everything kept in all layers that can be sparse."""
@@ -63,6 +64,8 @@ class Verifier:
     def of(self, plan: str, layers: Mapping[int, LayerPipeline]) -> Verified:
         """A plan with these layers sparse; `plan` tells it from others."""
         name = hashlib.sha256(plan.encode()).hexdigest()[:16]
+        if name in self._verified:
+            return self._verified[name]
         rows = []
         for number, prompt in enumerate(self.held):
             key = f"plan {name} held {number}"
@@ -70,7 +73,7 @@ class Verifier:
                 self.bench.journal.note(key, self._measure(prompt, layers))
             rows.append(self.bench.journal[key])
             self.bench.work.did("verifying", 2.0, now=now)
-        found: Verified = {}
+        found = self._verified[name] = dict[int, tuple[Loss, float]]()
         for tokens, some in by_length(self.held).items():
             loss = Loss(
                 statistics.fmean(rows[i]["text"] for i in some),
@@ -107,8 +110,8 @@ class Search:
         """Whether a plan with this measured KL is within the budget."""
         return true <= self.budget
 
-    def saw(self, true: float, *, others_fit: bool) -> None:
-        """Take into account the measured KL of the plan for `budget * factor`.
+    def saw(self, true: float, predicted: float, *, others_fit: bool) -> None:
+        """Take into account the measured and the predicted KL of the plan for `budget * factor`.
 
         If it is within this budget but not within another one, nothing changes, since a plan within both may have
         a higher or a lower KL.
@@ -120,8 +123,10 @@ class Search:
             self._fits = max(self._fits, self.factor)
             self.factor *= min(ratio, 2.0)
         else:
+            self.factor = min(self.factor, predicted / self.budget)  # a greater one did not bind
             self._fails = min(self._fails, self.factor)
-            self.factor *= max(0.8 * ratio, 0.1)
+            self._fits = self._fits if self._fits < self._fails else 0.0  # that one lost little without it
+            self.factor *= max(0.9 * ratio, 0.1)
         if not self._fits < self.factor < self._fails and self._fits:
             self.factor = (self._fits * self._fails) ** 0.5 if self._fits < self._fails else self._fails / 2
 
@@ -140,25 +145,27 @@ def plan_that_fits(
 
     Losses of single layers do not add up exactly. So the budgets for the solver are tightened or loosened, and the
     plan is chosen and measured again, `rounds` times. If none of these plans fits, this goes on for a few more; at
-    last it is `dense`.
+    last it is `dense`. It ends early where another plan would hardly be cheaper.
     """
     searches = [Search(budget) for budget in budgets]
     tries: list[Try] = []
     best: tuple[float, list[Option], Try] | None = None
     last = rounds + _MORE_ROUNDS
-    for number in range(last + 1):
-        if number >= rounds and best is not None:
+    for round_ in range(last + 1):
+        if round_ >= rounds and best is not None:
             break
-        taken = dense if number == last else choice([search.budget * search.factor for search in searches])
+        taken = dense if round_ == last else choice([search.budget * search.factor for search in searches])
+        cost = sum(option.cost for option in taken)
+        if best is not None and cost > (1 - WORTH) * best[0]:
+            break
         tried = measure(taken)
         tries.append(tried)
         losses = [tried.text_kl, tried.answer_kl]
         if any(each.dense_found - each.found > max(1.0, _LOST * each.dense_found) for each in tried.lengths):
             losses[1] = max(losses[1], 1.25 * budgets[1])
         fits = all(search.fits(true) for search, true in zip(searches, losses, strict=True))
-        for search, true in zip(searches, losses, strict=True):
-            search.saw(true, others_fit=fits)
-        cost = sum(option.cost for option in taken)
+        for number, (search, true) in enumerate(zip(searches, losses, strict=True)):
+            search.saw(true, sum(option.losses[number] for option in taken), others_fit=fits)
         if fits and (best is None or cost < best[0]):
             best = cost, taken, tried
     assert best is not None  # the last try is dense, whose KL is 0
