@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 from attrs import evolve
 
 pytest.importorskip("scipy")
 
-import scipy.optimize
 
 from blocksparse.presets.plan import AtLength, Try
 from blocksparse.tools.tune.choice import (
@@ -72,20 +69,6 @@ def test_budgets_next_to_nothing_leave_what_loses_nothing() -> None:
     units = [[Option("dense", 1.0, (0.0,)), Option("sparse", 0.5, (3.0,)), Option("exact", 0.8, (0.0,))]]
     for budget in (1e-12, 1e-16, 1e-310):
         assert [option.name for option in choose(units, [budget])] == ["exact"]
-
-
-def test_the_solver_prints_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS writes to file 1 itself, in spite of its options."""
-    solve = scipy.optimize.milp
-
-    def loud(*arguments: Any, **options: Any) -> Any:
-        os.write(1, b"HighsMipSolverData\n")
-        return solve(*arguments, **options)
-
-    monkeypatch.setattr(scipy.optimize, "milp", loud)
-    assert choose(drawn(0), (0.3, 0.5))
-    os.write(1, b"and on\n")
-    assert capfd.readouterr().out == "and on\n"
 
 
 def test_nothing_fits() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import final
 
@@ -169,19 +167,6 @@ class Option:
     losses: tuple[float, ...]  # one for each budget, none below 0; none at all where they were not measured
 
 
-@contextmanager
-def _nothing_printed() -> Iterator[None]:
-    """Drop what is written to file 1: HiGHS prints some lines whatever its options say."""
-    own = os.dup(1)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 1)
-        yield
-    finally:
-        os.dup2(own, 1)
-        os.close(own)
-
-
 def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[Option]:
     """The option of every unit with which the costs add up to the least, and the losses to at most the budgets.
 
@@ -207,14 +192,13 @@ def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[
         else:
             constraints.append(LinearConstraint((losses > 0).astype(float)[None], -np.inf, 0))
     costs = np.array([option.cost for option in options])
-    with _nothing_printed():
-        solved = milp(
-            costs / max(float(costs.max()), 1e-30),
-            integrality=np.ones(len(options)),
-            bounds=Bounds(0, 1),
-            constraints=constraints,
-            options={"mip_rel_gap": 1e-3, "time_limit": 10.0},  # seconds; 0.1 are usual
-        )
+    solved = milp(
+        costs / max(float(costs.max()), 1e-30),
+        integrality=np.ones(len(options)),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": 1e-3, "time_limit": 10.0},  # seconds; 0.1 are usual
+    )
     if solved.x is None:
         raise ValueError(f"no choice of candidates fits the budgets {tuple(budgets)}: {solved.message}")
     taken = [options[i] for i in np.flatnonzero(solved.x > 0.5)]
