@@ -236,6 +236,7 @@ def test_prompts_that_no_engine_serves_are_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_and_its_engine_are_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = argparse.Namespace(model=tmp_path, serve="", out=tmp_path, start=60)
     monkeypatch.setattr(http, "VLLM", (sys.executable, "-c", SERVES))

@@ -100,6 +100,7 @@ def test_intervals_cover_what_they_should() -> None:
     assert covered / 400 > 0.92
 
 
+@pytest.mark.slow
 def test_prompts_have_their_length_their_seed_and_their_answer(tokenizer: Any) -> None:
     stacks = {kind: Haystack(tokenizer, text_of(kind, "report")[:60_000]) for kind in KINDS}
     for task, (kind, make) in tasks("report").items():

@@ -99,7 +99,7 @@ def run(command: str, folder: Path, out: Path) -> int:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("name", [x if x == "llama" else pytest.param(x, marks=pytest.mark.slow) for x in WORKS])
 def test_commands_work_on_decoders_of_all_families(
     name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +177,7 @@ def said_by(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_families_are_refused_in_one_sentence(

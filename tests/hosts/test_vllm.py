@@ -207,6 +207,7 @@ def test_an_audit_tells_what_sparse_prompts_lose(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("an audit crossed its bound in layer 2") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="pretends a GPU, with tensors on the CPU")
 @pytest.mark.parametrize(("name", "whole"), [("mean_pooling", True), ("auto", False)])
 def test_all_layers_of_a_step_give_what_they_give_alone(
