@@ -576,6 +576,19 @@ def test_a_schedule_by_layer_needs_one_stack_of_layers(schedule: Schedule) -> No
     assert recorder.sparse_calls() == {0: 8, 1: 8}
 
 
+def test_a_choice_is_not_shared_by_layers_that_attend_twice() -> None:
+    """The second call of a layer would choose for itself."""
+    model = small_model("diffllama")
+    said = "needs layers that attend once: DiffLlamaAttention of DiffLlamaForCausalLM attends several times"
+    with pytest.raises(ValueError, match=said):
+        attach(model, Schedule(DENSE_LIMIT, same_choice=((0, 1),)))
+    recorder = DensityRecorder()
+    with attached(model, recorder, Schedule(DENSE_LIMIT, dense=[1])):
+        model(tokens(80), use_cache=False)
+    assert recorder.sparse_calls() == {0: 2}
+    assert recorder.dense_calls() == {1: {"no pipeline for this layer": 2}}
+
+
 def test_a_schedule_by_layer_needs_layers_of_their_own() -> None:
     """Of tied layers the second says that it is the first."""
     model = make("llama")

@@ -23,7 +23,11 @@ from blocksparse.check.per_head import read_again
 from blocksparse.check.validators import a, flag, optional, size, whole
 from blocksparse.hosts.transformers.adapter import SDPA, LayerAttention, Outcomes, SdpaInPlace, TransformersAdapter
 from blocksparse.hosts.transformers.call import layer_of
-from blocksparse.hosts.transformers.mask_request import asks_for_its_function, uses_own_masks
+from blocksparse.hosts.transformers.mask_request import (
+    asks_for_its_function,
+    attends_several_times,
+    uses_own_masks,
+)
 from blocksparse.hosts.transformers.own_function import eager_of, is_attention, refused_of
 from blocksparse.hosts.transformers.prompt_mask import KnownPrompt, PrefillInPlace
 from blocksparse.layers.head_groups import Attention
@@ -218,7 +222,7 @@ def attach(
             arithmetic on masks. Or a function that attends or makes masks is not one of transformers. Or the model
             lacks a layer that the schedule names, or shares one attention among its layers. Or the schedule has a
             pipeline for a layer without attention, or one choice for layers of several kinds, as with and without
-            a window. Or transformers is too old for `continuous_batching`.
+            a window, or that attend several times. Or transformers is too old for `continuous_batching`.
     """
     model = _inside(model)
     read_again()  # sinks that were written to since, which not every write says of itself
@@ -423,6 +427,13 @@ def _layers_of(schedule: Schedule, model: PreTrainedModel) -> dict[int, Attentio
                 raise ValueError(
                     f"layer {named} of {type(model).__name__} has no attention that a pipeline could replace. "
                     f"Leave it out of the Schedule. These layers have: {sorted(attending - {-1})}."
+                )
+        grouped = {layer % count for layer in chain.from_iterable(schedule.same_choice)}
+        for kind in {type(x) for x in model.modules() if grouped and layer_of(x) in grouped}:
+            if asks_for_its_function(kind) and attends_several_times(kind):  # no call tells which one it is
+                raise ValueError(
+                    f"'same_choice' needs layers that attend once: {kind.__name__} of {type(model).__name__} "
+                    "attends several times. Leave it out."
                 )
         kinds: Sequence[str] = getattr(text_config(model), "layer_types", None) or ()
         for layer, chooser in enumerate(schedule.choosers(count)) if kinds else ():

@@ -203,6 +203,28 @@ def asks_for_its_function(module: type[nn.Module]) -> bool:
     return any(_ASKS in forward.__code__.co_names for forward in forwards_of(module))
 
 
+def attends_several_times(module: type[nn.Module]) -> bool:
+    """Whether the forward of a module calls the function that it asks for several times, as DiffLlama's does.
+
+    Calls in the branches of an `if` are not counted, since only one of them may run.
+    """
+    for forward in forwards_of(module):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+        except (OSError, SyntaxError):  # without its source nothing is known
+            continue
+        asked = {
+            ast.unparse(x.target if isinstance(x, ast.AnnAssign) else x.targets[0])
+            for x in ast.walk(body)
+            if isinstance(x, ast.Assign | ast.AnnAssign) and x.value is not None and _ASKS in ast.unparse(x.value)
+        }
+        steps = (x for x in getattr(body, "body", ()) if not isinstance(x, ast.If))
+        calls = (x for step in steps for x in ast.walk(step) if isinstance(x, ast.Call))
+        if sum(ast.unparse(x.func) in asked for x in calls) > 1:
+            return True
+    return False
+
+
 def uses_own_masks(module: type[nn.Module]) -> str | None:
     """The name of the class that does arithmetic on a mask, or None: `module`, or one that it may turn into.
 
