@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -538,6 +541,27 @@ def test_models_that_do_arithmetic_on_masks_are_refused(build: Callable[[], Any]
     with pytest.raises(ValueError, match=f"cannot change its attention function: its {reader} does arithmetic on"):
         attach(model, DENSE_LIMIT)
     assert model.config._attn_implementation == build().config._attn_implementation
+
+
+def test_threads_that_attach_parse_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11's parser raises a SystemError where several threads use it at once."""
+    running, most, parse = Counter[str](), 0, ast.parse
+
+    def slow(*given: Any, **more: Any) -> Any:
+        nonlocal most
+        running["threads"] += 1
+        most = max(most, running["threads"])
+        time.sleep(1e-3)
+        running["threads"] -= 1
+        return parse(*given, **more)
+
+    models = [make(name) for name in ("llama", "qwen3")]
+    monkeypatch.setattr(ast, "parse", slow)
+    with ThreadPoolExecutor(len(models)) as pool:
+        attachments = list(pool.map(lambda model: attach(model, DENSE_LIMIT), models))
+    assert most == 1
+    for attachment in attachments:
+        attachment.detach()
 
 
 # ---- layers that share one attention

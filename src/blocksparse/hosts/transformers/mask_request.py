@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from threading import Lock
 from types import FunctionType
 from typing import Any
 
@@ -209,16 +210,14 @@ def attends_several_times(module: type[nn.Module]) -> bool:
     Calls in the branches of an `if` are not counted, since only one of them may run.
     """
     for forward in forwards_of(module):
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
-        except (OSError, SyntaxError):  # without its source nothing is known
-            continue
+        body = _parsed(forward)
         asked = {
             ast.unparse(x.target if isinstance(x, ast.AnnAssign) else x.targets[0])
-            for x in ast.walk(body)
+            for function in body
+            for x in ast.walk(function)
             if isinstance(x, ast.Assign | ast.AnnAssign) and x.value is not None and _ASKS in ast.unparse(x.value)
         }
-        steps = (x for x in getattr(body, "body", ()) if not isinstance(x, ast.If))
+        steps = (x for function in body for x in function.body if not isinstance(x, ast.If))
         calls = (x for step in steps for x in ast.walk(step) if isinstance(x, ast.Call))
         if sum(ast.unparse(x.func) in asked for x in calls) > 1:
             return True
@@ -325,8 +324,18 @@ def _does(rule: Callable[[ast.FunctionDef], bool], method: FunctionType) -> bool
     names = method.__code__.co_varnames[: method.__code__.co_argcount + method.__code__.co_kwonlyargcount]
     if not any(name.endswith("mask") for name in names):
         return False
+    return any(map(rule, _parsed(method)))
+
+
+_PARSING = Lock()  # Python 3.11's parser fails where several threads use it at once
+
+
+def _parsed(function: FunctionType) -> list[ast.FunctionDef]:
+    """The source of a function, or nothing where it is not known."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, SyntaxError):  # without its source nothing is known
-        return False
-    return any(isinstance(x, ast.FunctionDef) and rule(x) for x in tree.body)
+        source = textwrap.dedent(inspect.getsource(function))
+        with _PARSING:
+            tree = ast.parse(source)
+    except (OSError, SyntaxError):
+        return []
+    return [x for x in tree.body if isinstance(x, ast.FunctionDef)]
