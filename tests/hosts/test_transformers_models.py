@@ -613,6 +613,16 @@ def test_a_choice_is_not_shared_by_layers_that_attend_twice() -> None:
     assert recorder.dense_calls() == {1: {"no pipeline for this layer": 2}}
 
 
+def test_a_schedule_by_layer_takes_layers_beside_which_images_are_seen() -> None:
+    """Layers of Idefics whose keys are of images count from 0 too, and are always dense."""
+    model, recorder = small_model("idefics"), DensityRecorder()
+    size = model.config.vision_config.image_size
+    images, seen = torch.randn(1, 1, 3, size, size), torch.ones(1, 80, 1).long()
+    with attached(model, recorder, Schedule(None, layers={1: DENSE_LIMIT})):
+        model(tokens(80), pixel_values=images, image_attention_mask=seen)
+    assert recorder.sparse_calls() == {1: 1}
+
+
 def test_a_schedule_by_layer_needs_layers_of_their_own() -> None:
     """Of tied layers the second says that it is the first."""
     model = make("llama")

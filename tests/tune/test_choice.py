@@ -8,12 +8,15 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 from attrs import evolve
 
 pytest.importorskip("scipy")
 
+from scipy import optimize
 
 from blocksparse.presets.plan import AtLength, Try
 from blocksparse.tools.tune.choice import (
@@ -69,6 +72,20 @@ def test_budgets_next_to_nothing_leave_what_loses_nothing() -> None:
     units = [[Option("dense", 1.0, (0.0,)), Option("sparse", 0.5, (3.0,)), Option("exact", 0.8, (0.0,))]]
     for budget in (1e-12, 1e-16, 1e-310):
         assert [option.name for option in choose(units, [budget])] == ["exact"]
+
+
+def test_a_slow_machine_makes_the_same_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The solver may stop early only after work that is the same everywhere."""
+    given: list[dict[str, float]] = []
+
+    def see(*arguments: Any, options: dict[str, float], **others: Any) -> Any:
+        given.append({**options})
+        return milp(*arguments, options=options, **others)
+
+    milp = optimize.milp
+    monkeypatch.setattr(optimize, "milp", see)
+    choose(drawn(0), [0.1, 0.1])
+    assert [sorted(options) for options in given] == [["mip_rel_gap", "node_limit"]]
 
 
 def test_nothing_fits() -> None:
@@ -158,6 +175,22 @@ def test_a_budget_that_did_not_bind_is_lowered_to_where_it_does() -> None:
     assert tried.text_kl <= 0.05
     assert len(tries) <= 5
     assert sum(option.cost for option in taken) < 6 * (1 - 11 / 50)
+
+
+def test_answers_that_no_layer_loses_alone_do_not_end_the_search() -> None:
+    """A budget of 0 for them would leave nothing to guess from."""
+    layers = Layers(0, UNITS[:6])
+    layers.losses = {key: (text, 0.0) for key, (text, _) in layers.losses.items()}
+    choice = layers.choice()
+
+    def measure(taken: list[Option]) -> Try:
+        lost = 5 * any(option.name != "dense" for option in taken)
+        return Try(0.5, 0.0, 0.0, 20 - lost, 0.0, (AtLength(128, 0.5, 0.0, 0.0, 20, 20, 20 - lost),))
+
+    with np.errstate(all="raise"):
+        taken, _, _ = plan_that_fits(choice, choice.all_dense(), (0.03, 0.1), measure, 4)
+    assert all(option.name == "dense" for option in taken)
+    assert len(layers.run) < len(layers.losses) / 2
 
 
 def test_a_plan_that_never_fits_becomes_dense() -> None:

@@ -392,8 +392,9 @@ def _in_several_layers(model: PreTrainedModel) -> Iterator[type[nn.Module]]:
             told = layer_of(module) < 0 and "layer_idx" in inspect.signature(kind.forward).parameters
             if told or first.setdefault(id(module), numbers) != numbers:
                 yield kind
-            # Two stacks of one decoder that both count from 0 run by turns, as in HRM-Text.
-            if numbers and layer_of(module) >= 0 and not model.config.is_encoder_decoder:
+            # Two stacks of one decoder that both count from 0 run by turns (HRM-Text). One of Idefics sees images.
+            crosses = model.config.is_encoder_decoder or getattr(module, "is_cross_attention", False)
+            if numbers and layer_of(module) >= 0 and not crosses:
                 layer = parts[: parts.index(numbers[0]) + 1]
                 same = kind, layer_of(module), id(getattr(module, "config", None))
                 other, its = stacks.setdefault(same, (id(module), layer))

@@ -123,7 +123,8 @@ class Search:
             self._fits = max(self._fits, self.factor)
             self.factor *= min(ratio, 2.0)
         else:
-            self.factor = min(self.factor, predicted / self.budget)  # a greater one did not bind
+            if predicted > 0:
+                self.factor = min(self.factor, predicted / self.budget)  # a greater one did not bind
             self._fails = min(self._fails, self.factor)
             self._fits = self._fits if self._fits < self._fails else 0.0  # that one lost little without it
             self.factor *= max(0.9 * ratio, 0.1)
