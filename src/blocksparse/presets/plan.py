@@ -109,7 +109,7 @@ def _some(weight: Tensor) -> Tensor:
     flat, columns = weight.reshape(-1), max((1, *weight.shape[-1:]))
     if flat.numel() <= _SAMPLES:
         return flat
-    step = torch.arange(_SAMPLES, dtype=torch.float64)
+    step = torch.arange(_SAMPLES, dtype=torch.float64, device="cpu")  # others may know no float64
     row, column = step * _ROW % 1 * (flat.numel() // columns), step * _COLUMN % 1 * columns
     return flat[(row.long() * columns + column.long()).to(flat.device)]
 
