@@ -180,6 +180,21 @@ def test_a_task_is_left_out_by_all_seeds_together() -> None:
     assert not trained.can("tracking", [first, {**second, "tokens": 4096}], {**about, "seed": 0})
 
 
+def test_pairs_are_of_one_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of another one the prompts differ, and so may the tasks that count."""
+    other = [{**row, "seed": 1, "scores": {"tracking": [0.5] * 10}} for row in rows()]
+    first, second = of_trained.table([*rows(), *other]).split("### ")[1:]
+    assert first.strip() == of_trained.table(rows()).removeprefix("### ").strip()
+    assert "| 50.0 | +0.0 (" in second.split("auto()")[1]
+    assert "n = 10: tracking. Left out, dense under 60 %: none." in second
+    monkeypatch.setattr(of_trained, "RESULTS", tmp_path)
+    (tmp_path / "raw").mkdir()
+    of_trained.write_results("x", [*rows(), *other], "python -m benchmarks.trained", "none")
+    written = json.loads((tmp_path / "x.json").read_text())
+    column = written["columns"].index("tasks")
+    assert [row[column] for row in written["rows"]] == ["100.0 %", "90.0 %", "50.0 %", "50.0 %"]
+
+
 def test_a_row_is_one_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tasks that only dense attention was run on are left out of both scores."""
     shown = of_trained.table(rows())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.results import RESULTS
@@ -39,17 +40,18 @@ def score_of(row: Row, dense: Row, names: Sequence[str]) -> tuple[float, Differe
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A table for each model, half and length."""
+    """A table for each model, half, length and seed: pairs are of the same prompts."""
     parts = []
-    for model, half, tokens in sorted({(row["model"], row["half"], row["tokens"]) for row in rows}):
-        some = [row for row in rows if (row["model"], row["half"], row["tokens"]) == (model, half, tokens)]
+    one = itemgetter("model", "half", "tokens", "seed")
+    for model, half, tokens, seed in sorted(set(map(one, rows))):
+        some = [row for row in rows if one(row) == (model, half, tokens, seed)]
         dense = next((row for row in some if row["method"] == DENSE), None)
         if dense is None:
             continue
         names = counted(some)
         kinds = list(dense["kl"])
         parts += [
-            f"### {model}, {tokens} tokens, the half to {half}\n",
+            f"### {model}, {tokens} tokens, the half to {half}, seed {seed}\n",
             "| method | density | "
             + "".join(f"KL, {kind} | " for kind in kinds)
             + "TTFT, ms | speedup | tasks, % | from dense, points (95 %) |",
@@ -89,9 +91,9 @@ def write_results(name: str, rows: Sequence[Row], command: str, inputs: str, lon
         *("TTFT", "speedup over dense", "tasks", "tasks, from dense", "n"),
         *(f"speedup, {row['tokens'] // 1024}K" for row in longer[:1]),
     ]  # fmt: skip
-    lines = []
+    lines, one = [], itemgetter("model", "tokens", "seed")
     for row in sorted(rows, key=lambda row: (row["model"], row["tokens"])):
-        some = [other for other in rows if (other["model"], other["tokens"]) == (row["model"], row["tokens"])]
+        some = [other for other in rows if one(other) == one(row)]
         dense = next(other for other in some if other["method"] == DENSE)
         kl = kl_of(row)
         cells = [f"{kl[kind]:.4f}" if kind in kl and row is not dense else "-" for kind in kinds]
