@@ -197,7 +197,8 @@ def choose(units: Sequence[Sequence[Option]], budgets: Sequence[float]) -> list[
         integrality=np.ones(len(options)),
         bounds=Bounds(0, 1),
         constraints=constraints,
-        options={"mip_rel_gap": 1e-3, "node_limit": 1000},  # 1 is usual; no time, or a slow machine's plan differs
+        # One node is usual. A limit of time would make plans depend on the machine.
+        options={"mip_rel_gap": 1e-3, "node_limit": 1000},
     )
     if solved.x is None:
         raise ValueError(f"no choice of candidates fits the budgets {tuple(budgets)}: {solved.message}")
