@@ -10,6 +10,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 import blocksparse as bs
+from blocksparse.execute.dense_attention import dense_attention
 from blocksparse.layers.head_groups import AnyPipeline
 
 PermutationT = TypeVar("PermutationT", bound=bs.Permutation)
@@ -88,9 +89,63 @@ class Idle(bs.Executor[bs.Permutation, bs.BlockMask]):
         return bs.AttentionOutput(q.new_empty((*q.shape[:3], v.shape[3])), lse)
 
 
+@final
+@frozen(eq=False)
+class Uniform(bs.Executor[PermutationT, MaskT]):
+    """Attends by `inner`, with equal weights on all kept keys, so that the output tells which they are."""
+
+    inner: bs.Executor[PermutationT, MaskT]
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: bs.AttentionSpec) -> list[str]:
+        return self.inner.unsupported(q, k, v, mask, spec)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: MaskT, spec: bs.AttentionSpec, out: Tensor | None = None
+    ) -> bs.AttentionOutput:
+        return self.inner(torch.zeros_like(q), k, v, mask, spec, out)
+
+
+@final
+@frozen(eq=False)
+class Dense(bs.Executor[bs.Permutation, bs.BlockMask]):
+    """Attends to everything by PyTorch's fastest kernel; tensors of 2^31 numbers by KV head, in a batch of one."""
+
+    def unsupported(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
+    ) -> list[str]:
+        return []
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: bs.BlockMask,
+        spec: bs.AttentionSpec,
+        out: Tensor | None = None,
+    ) -> bs.AttentionOutput:
+        if q.numel() < 1 << 31:
+            return bs.AttentionOutput(dense_attention(q, k, v, spec), None).written_to(out)
+        result = q.new_empty((*q.shape[:3], v.shape[3])) if out is None else out
+        heads = zip(*(x.tensor_split(k.shape[1], 1) for x in (q, k, v, result)), strict=True)
+        for some_q, some_k, some_v, some in heads:
+            some.copy_(dense_attention(some_q[0][None], some_k[0][None], some_v[0][None], spec))
+        return bs.AttentionOutput(result, None)
+
+
+def dense(block: int) -> AnyPipeline:
+    """Dense attention as a pipeline, so that schemes take it; it chooses hardly anything, in such blocks."""
+    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Sink(1), Dense())
+
+
+def uniform(pipeline: AnyPipeline) -> AnyPipeline:
+    """The pipeline, with an output that tells which blocks it keeps."""
+    return evolve(pipeline, executor=Uniform(pipeline.executor))
+
+
 def only_communication(block: int) -> AnyPipeline:
     """A pipeline that chooses hardly anything, in blocks of this size, and computes nothing."""
-    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Sink(1), Idle())
+    return evolve(dense(block), executor=Idle())
 
 
 def only_masks(pipeline: AnyPipeline) -> AnyPipeline:

@@ -9,10 +9,13 @@ from inspect import signature
 from typing import Any
 
 import attrs
+import pytest
 import torch
 from benchmarks.distributed import SCHEMES as BENCHMARKED
-from benchmarks.distributed import Here, Shape, at_length
-from benchmarks.distributed_report import table
+from benchmarks.distributed import Here, Shape, at_length, near
+from benchmarks.distributed_report import as_results, table
+from benchmarks.distributed_stages import uniform
+from benchmarks.timing import WrongOutputError
 from torch.distributed.device_mesh import DeviceMesh
 
 import blocksparse as bs
@@ -159,14 +162,38 @@ def compiled(mesh: DeviceMesh) -> None:
 
 
 def benchmarked(mesh: DeviceMesh) -> None:
-    """The benchmark measures every scheme, and tells it as a table."""
+    """The benchmark measures every scheme and dense attention, and tells them as a table."""
     here = Here(mesh.get_local_rank("ranks"), 2, torch.device("cpu"), mesh)
-    shape = Shape(4, 2, 16, 16, 0.5, torch.float32)
-    rows = at_length(here, shape, 256, 0.8, Namespace(budget=1.0, schemes=BENCHMARKED))
-    if here.rank == 0:
-        assert [row["scheme"] for row in rows] == ["one process", *BENCHMARKED]
-        assert all(row["ms"] > 0 and row["attention_ms"] > 0 for row in rows)
-        assert len(table(rows).strip().splitlines()) == 2 + len(rows)
+    shape = Shape(4, 2, 16, 16, torch.float32)
+    rows = list(at_length(here, shape, 768, None, Namespace(budget=1.0, schemes=BENCHMARKED)))
+    *schemes, _ = BENCHMARKED
+    assert [row["scheme"] for row in rows] == ["one process", *schemes, "one process", "ulysses"]
+    assert all(row["ms"] > 0 and row["attention_ms"] > 0 and row["longest_over_mean"] >= 1 for row in rows)
+    assert [row["same_masks"] for row in rows if row["ranks"] == 2] == [True] * 4 + [None]
+    assert len(table(rows).strip().splitlines()) == 2 + len(rows)
+    shown = as_results(rows)["rows"]
+    assert shown[-1][1] == "dense, `Ulysses`"
+    assert shown[1][6] == f"{rows[-1]['ms'] / rows[1]['ms']:.1f}x"
+
+
+def benchmark_fails_together(mesh: DeviceMesh) -> None:
+    """What one rank cannot do is a row on all ranks; other blocks and outputs are errors on all of them."""
+    here = Here(mesh.get_local_rank("ranks"), 2, torch.device("cpu"), mesh)
+
+    def work() -> dict[str, Any]:
+        if here.rank == 1:
+            raise ValueError("too long")
+        return {}
+
+    why = "ValueError: too long" if here.rank == 1 else "another rank failed"
+    assert here.attempt(work) == {"why": why}
+    qkv = make_qkv(Hq=4, Hkv=2, N=512)
+    want, other = (uniform(bs.auto(alpha=alpha, block=16))(*qkv) for alpha in (0.06, 0.062))
+    near(here, want, want, 512, by_row=True)
+    with pytest.raises(WrongOutputError, match="other blocks than one process"):
+        near(here, other if here.rank == 1 else want, want, 512, by_row=True)
+    with pytest.raises(WrongOutputError, match="from one process"):
+        near(here, want * 1.02 if here.rank == 1 else want, want, 512)
 
 
 _KEPT: Any = bs.TopCdf(0.3) | (bs.Band(8) | bs.LastQueries(40)) | bs.LastKeys(20) | bs.DecayingTopK(3)
@@ -250,6 +277,7 @@ TWO: dict[str, Case] = {
     "compiled": compiled,
     "packed": packed,
     "benchmarked": benchmarked,
+    "benchmark fails together": benchmark_fails_together,
 }
 
 
