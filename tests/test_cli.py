@@ -30,12 +30,9 @@ from tests.specs import not_none
 COMMANDS = ["demo", "bench", "inspect", "build"]
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_tells_all_that_a_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"blocksparse {blocksparse.__version__}\n"
-
-
-def test_version_tells_all_that_a_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version", "--verbose"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"blocksparse {blocksparse.__version__}\nPython {platform.python_version()} on ")

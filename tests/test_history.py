@@ -311,6 +311,8 @@ def test_what_is_refused(device: str) -> None:
     refused(ValueError, "'history' must have an entry per sequence (1): 0", pipeline, sequences=one, history=[])
     two = bs.Sequences.packed([10, 10], [60, 60])
     refused(ValueError, "two are the same", pipeline, sequences=two, history=[history, history])
+    both: dict[str, Any] = {"sequences": two, "remaining": 5, "history": None}
+    refused(ValueError, "'remaining' must be 0 with 'sequences': 5. Give", pipeline, **both)
     moved = bs.SegmentKeySort(32)(q, k, bs.AttentionSpec(scale=0.3))
     with pytest.raises(ValueError, match="this permutation moves them"):
         bs.MeanPoolScorer(16)(q, k, moved, bs.AttentionSpec(scale=0.3), history)
@@ -371,19 +373,19 @@ def parts(q: Tensor, k: Tensor, v: Tensor, size: int) -> Any:
         yield start, end, (q[:, :, start:end], k[:, :, :end], v[:, :, :end]), N - end
 
 
-@pytest.mark.parametrize("size", [16, 48, 96, 256])
+@pytest.mark.parametrize(("size", "window"), [(16, None), (48, None), (96, None), (256, None), (48, 50)])
 @pytest.mark.parametrize("name", RULES)
-def test_chunks_choose_what_the_whole_prompt_chooses(name: str, size: int) -> None:
+def test_chunks_choose_what_the_whole_prompt_chooses(name: str, size: int, window: int | None) -> None:
     q, k, v = make_qkv(**WHOLE)
     rule = pipeline(RULES[name])
-    whole, history = rule.trace(q, k, v), bs.KeyHistory()
+    whole, history = rule.trace(q, k, v, window=window), bs.KeyHistory()
     block = whole.mask.grid.q_block
     for start, end, part, remaining in parts(q, k, v, size):
-        mask = rule.choose(*part, remaining=remaining).mask
+        mask = rule.choose(*part, window=window, remaining=remaining).mask
         rows = slice(start // block, end // block)
         assert torch.equal(mask.keep, whole.mask.keep[:, :, rows, : mask.keep.shape[3]])
         assert not bool(whole.mask.keep[:, :, rows, mask.keep.shape[3] :].any())
-        out = rule(*part, remaining=remaining, history=history)
+        out = rule(*part, window=window, remaining=remaining, history=history)
         torch.testing.assert_close(out, whole.output.out[:, :, start:end])
 
 
@@ -415,15 +417,17 @@ def test_the_call_ends_the_prompt_unless_it_says_otherwise() -> None:
 
 
 @pytest.mark.parametrize("name", ["by scores as well", "a user's"])
-def test_each_of_several_sequences_has_its_own(name: str) -> None:
+@pytest.mark.parametrize("window", [None, 30])
+def test_each_of_several_sequences_has_its_own(name: str, window: int | None) -> None:
     rule = pipeline(RULES[name])
     lengths, remaining = [100, 64, 90], [0, 30, 500]
     q, k, v = make_qkv(**WHOLE | {"N": sum(lengths)})
     sequences = bs.Sequences.packed(lengths, remaining=remaining)
     alone = [
-        rule(*(x.split(lengths, 2)[i] for x in (q, k, v)), remaining=more) for i, more in enumerate(remaining)
+        rule(*(x.split(lengths, 2)[i] for x in (q, k, v)), window=window, remaining=more)
+        for i, more in enumerate(remaining)
     ]
-    assert torch.equal(rule(q, k, v, sequences=sequences), torch.cat(alone, 2))
+    assert torch.equal(rule(q, k, v, window=window, sequences=sequences), torch.cat(alone, 2))
     traces = rule.trace(q, k, v, sequences=sequences)
     assert [trace.spec.remaining for trace in traces if trace is not None] == remaining
     groups = bs.HeadGroups({(0,): rule, (1,): None})
@@ -432,14 +436,16 @@ def test_each_of_several_sequences_has_its_own(name: str) -> None:
     assert groups.trace(q, k, v, sequences=sequences)[2].traces[0,].spec.remaining == 500  # type: ignore[union-attr]
 
 
-def test_padded_prompts_and_those_in_pages() -> None:
+@pytest.mark.parametrize("window", [None, 30])
+def test_padded_prompts_and_those_in_pages(window: int | None) -> None:
     rule = pipeline(RULES["by scores as well"])
     q, k, v = make_qkv(B=2, Hq=4, Hkv=2, N=64, D=16)
     mask = torch.ones(2, 64, dtype=torch.int64)
     mask[0, :20] = 0
-    got = rule(q, k, v, sequences=bs.Sequences.padded(mask, remaining=torch.tensor([7, 300])))
-    first = rule(q[:1, :, 20:], k[:1, :, 20:], v[:1, :, 20:], remaining=7)
-    second = rule(q[1:], k[1:], v[1:], remaining=300)
+    sequences = bs.Sequences.padded(mask, remaining=torch.tensor([7, 300]))
+    got = rule(q, k, v, window=window, sequences=sequences)
+    first = rule(q[:1, :, 20:], k[:1, :, 20:], v[:1, :, 20:], window=window, remaining=7)
+    second = rule(q[1:], k[1:], v[1:], window=window, remaining=300)
     assert torch.equal(got[:1, :, 20:], first)
     assert torch.equal(got[1:], second)
     pages = bs.PageTable(torch.arange(8).view(2, 4), [64, 64], page_size=16)
@@ -505,9 +511,3 @@ def test_sizes_alone_say_dense_for_the_end_only() -> None:
         assert rule.trace(q, k, v, remaining=more).dense_because is None
     always = evolve(rule, selector=bs.TopK(1) | bs.Band(N))
     assert always.dense_because(q, k, v, spec.with_remaining(1000)) is not None
-
-
-def test_one_number_for_several_sequences_is_refused() -> None:
-    q, k, v = make_qkv(**WHOLE)
-    with pytest.raises(ValueError, match=r"'remaining' must be 0 with 'sequences': 5. Give"):
-        pipeline(bs.TopK(1))(q, k, v, sequences=bs.Sequences.packed([N]), remaining=5)

@@ -104,16 +104,18 @@ def test_layers_are_those_of_the_modules() -> None:
 
 @pytest.mark.slow
 def test_a_process_without_triton() -> None:
-    """It imports no library of a host, nor Dynamo, which takes longer than all the rest."""
+    """It imports no library of a host, nor Dynamo, which takes longest; and what needs no Triton runs."""
     code = (
         "import sys; sys.modules['triton'] = None; import blocksparse as bs;"
         "hosts = 'transformers', 'vllm', 'matplotlib', 'rich', 'diffusers', 'scipy', 'cattrs', 'torch._dynamo';"
         "print([m for m in hosts if m in sys.modules]); import torch;"
         "x = torch.rand(1, 1, 32, 16); p = bs.pbs_attn(executor=bs.TritonExecutor());\n"
-        "try: p(x, x, x)\nexcept ValueError as e: print(e)"
+        "try: p(x, x, x)\nexcept ValueError as e: print(e)\n"
+        "print(tuple(bs.s2o(0.1, S=32, block=16)(x, x, x).shape))"
     )
     result = python(code)
-    hosts, error = result.stdout.splitlines()
+    hosts, error, shape = result.stdout.splitlines()
+    assert shape == "(1, 1, 32, 16)"
     assert hosts == "[]"
     assert "triton is not installed" in error
 

@@ -69,10 +69,11 @@ INDEX_LAYOUTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_on_kernels")
 @in_torch_and_kernels
-@pytest.mark.parametrize("layout", INDEX_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [x if x == "heads innermost" else pytest.param(x, marks=pytest.mark.slow) for x in INDEX_LAYOUTS]
+)
 @pytest.mark.parametrize(
     "executor", [bs.ReferenceExecutor(), bs.TritonExecutor(), bs.GatherExecutor(0.1)], ids=stages.name
 )

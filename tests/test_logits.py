@@ -448,32 +448,6 @@ def test_every_preset(name: str) -> None:
     assert float(trace.density().max()) <= 1.5
 
 
-def test_packed_and_padded_prompts() -> None:
-    lengths = (40, 7, 130)
-    q, k, v = make_qkv(N=sum(lengths), Hq=4, Hkv=2, D=16, dtype=torch.float32)
-    everything = all_of_it(bs.CpuExecutor())(
-        q, k, v, scale=SCALE, window=30, sequences=bs.Sequences.packed(lengths)
-    )
-    own = [in_a_window(a, b, c, 30) for a, b, c in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)]
-    torch.testing.assert_close(everything.double(), torch.cat(own, dim=2), rtol=1e-5, atol=1e-5)
-    mask = torch.ones(1, 177, dtype=torch.int64)
-    mask[:, :20] = 0
-    left = all_of_it(bs.CpuExecutor())(q, k, v, scale=SCALE, window=30, sequences=bs.Sequences.padded(mask))
-    whole = all_of_it(bs.CpuExecutor())(q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], scale=SCALE, window=30)
-    assert torch.equal(left[:, :, 20:], whole)
-
-
-def test_chunk_by_chunk() -> None:
-    q, k, v = make_qkv(N=200, Hq=4, Hkv=2, D=16, dtype=torch.float64)
-    pipeline = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopCdf(0.6), bs.CpuExecutor())
-    whole, done = pipeline(q, k, v, window=50), 0
-    for step in (48, 16, 80, 56):
-        so_far = slice(done + step)
-        chunk = pipeline(q[:, :, done : done + step], k[:, :, so_far], v[:, :, so_far], window=50)
-        torch.testing.assert_close(chunk, whole[:, :, done : done + step])
-        done += step
-
-
 def test_a_window_makes_dense_work_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is that of M queries with the keys of one window; an executor that is asked knows it."""
     q, k, v = make_qkv(N=150, Hq=4, Hkv=2, D=16)

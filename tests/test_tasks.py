@@ -24,6 +24,7 @@ from benchmarks.trained.measure import pipeline_of
 from benchmarks.trained.tasks import tasks
 from benchmarks.trained.texts import KINDS, Half, text_of
 
+import blocksparse as bs
 from blocksparse.check.validators import UserError
 from blocksparse.tools.demo import TEXT, model
 
@@ -241,39 +242,24 @@ def test_a_file_that_is_not_the_expected_one_is_refused(monkeypatch: pytest.Monk
     assert not list(tmp_path.rglob("*.gguf"))
 
 
-OWN = """
-import blocksparse as bs
-
-
-def mine(mass: float = 0.9) -> bs.Pipeline:
+def mine(mass: float = 0.9) -> bs.Pipeline[Any, Any, Any]:
     return bs.mean_pooling(mass, block=64)
-"""
 
 
-@pytest.fixture
-def own_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trained_stages.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.usefixtures("own_stages")
-@pytest.mark.parametrize(
-    "method", ["trained_stages.mine(0.8) | Band(128)", "trained_stages:mine(mass=0.8) | Band(128)"]
-)
+@pytest.mark.parametrize("method", [f"{__name__}.mine(0.8) | Band(128)", f"{__name__}:mine(mass=0.8) | Band(128)"])
 def test_a_method_may_be_a_function_of_the_user(method: str) -> None:
     assert pipeline_of(method) == pipeline_of("mean_pooling(0.8, block=64) | Band(128)")
 
 
-@pytest.mark.usefixtures("own_stages")
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
         ("no_stages.mine(0.8)", "no_stages.mine(0.8): No module named 'no_stages'"),
-        ("trained_stages.other()", "module 'trained_stages' has no attribute 'other'"),
-        ("trained_stages.mine(2)", "'mass' must be "),
-        ("trained_stages.mine", "'pipeline' must be a Pipeline, HeadGroups or a Schedule: "),
+        (f"{__name__}.other()", f"module '{__name__}' has no attribute 'other'"),
+        (f"{__name__}.mine(2)", "'mass' must be "),
+        (f"{__name__}.mine", "'pipeline' must be a Pipeline, HeadGroups or a Schedule: "),
         ("auto(", "'--methods' must be presets as in "),
-        ("trained_stages:other", "Define a function 'other' in the module 'trained_stages'"),
+        (f"{__name__}:other", f"Define a function 'other' in the module '{__name__}'"),
     ],
 )
 def test_a_wrong_method_costs_nothing(

@@ -313,27 +313,6 @@ def test_masks_of_different_orders_do_not_mix() -> None:
     assert torch.equal((here | everything(grid())).keep, here.keep)  # two grids of tokens in place are one order
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_map_in_any_memory_layout(causal: bool, device: str) -> None:
-    """Kernels read a map as consecutive numbers."""
-    q, k, v = (x.to(device) for x in (Q, K, V))
-    index = torch.rand(1, 2, 1, 64, generator=torch.Generator().manual_seed(1)).argsort(-1).int().to(device)
-    q_index = torch.rand(1, 4, 64, generator=torch.Generator().manual_seed(2)).argsort(-1).int().to(device)
-    across = index.transpose(1, 3).contiguous().transpose(1, 3)
-    q_across = q_index.mT.contiguous().mT
-    assert across.stride(-1) != 1
-    assert q_across.stride(-1) != 1
-
-    def run(permutation: bs.GlobalPermutation, executor: bs.Executor[Any, Any]) -> Tensor:
-        scores = bs.MeanPoolScorer(16)(q, k, permutation, bs.AttentionSpec(scale=0.25, causal=causal))
-        mask = bs.TopCdf(0.5)(scores)
-        return executor(q, k, v, mask, asked(mask, 0.25)).out
-
-    for executor in (bs.ReferenceExecutor(), bs.TritonExecutor()):
-        straight = run(bs.GlobalPermutation(index, q_index), executor)
-        assert torch.equal(run(bs.GlobalPermutation(across, q_across), executor), straight)
-
-
 class Zeros(bs.Permuter[bs.GlobalPermutation]):
     """Breaks its type parameters."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import blocksparse as bs
 from blocksparse.distributed.scheme import Scheme
 from blocksparse.testing import assert_within_budget
-from tests.specs import asked
+from tests.specs import asked, kept_pairs
 
 PermutationT = TypeVar("PermutationT", bound=bs.Permutation)
 MaskT = TypeVar("MaskT", bound=bs.BlockMask)
@@ -51,16 +51,6 @@ class Watched(bs.Executor[PermutationT, MaskT]):
         return head, token
 
 
-def pairs_of(mask: bs.BlockMask) -> Tensor:
-    """`[B, Hq, M, N]` bool."""
-    grid = mask.grid
-    pairs = torch.zeros(grid.batch, grid.q_heads, grid.q_len, grid.k_len, dtype=torch.bool)
-    for row in range(grid.rows):
-        queries = mask.queries(row)
-        pairs.scatter_(2, queries.unsqueeze(-1).expand(*queries.shape, grid.k_len), mask.pairs(row))
-    return pairs
-
-
 def compare(make: Any, pipeline: Any, qkv: QKV, *, causal: bool = True, lse: bool = True) -> None:
     """Assert that a scheme, made by `make(pipeline)`, gives this rank what one process gives for its queries."""
     q, k, v = qkv
@@ -91,7 +81,7 @@ def compare(make: Any, pipeline: Any, qkv: QKV, *, causal: bool = True, lse: boo
         assert out.shape == (*local[0].shape[:3], v.shape[3])
         assert out.dtype == v.dtype
         assert_within_budget(out, truth.out[:, :, mine], one.output.out[:, :, mine])
-    want = pairs_of(one.mask)
+    want = kept_pairs(one.mask)
     seen = kept.any(-1)  # the queries of this rank, or all queries of its heads
     assert torch.equal(kept, want.where(seen.unsqueeze(-1), False))
     assert seen.any()

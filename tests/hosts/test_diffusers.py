@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,27 +86,20 @@ def test_dense_limit_sparsity_and_restoring(case: Case, grid: tuple[int, int, in
 
 @each_model
 def test_the_order_is_that_of_the_models_own_grid(case: Case) -> None:
+    """And the recorder tells the density of what ran."""
     for grid in (SMALL, LARGE):
         T, H, W = grid
-        executor, inputs = ByReference(), given(case, grid)
-        with attached(model := made(case), watched(executor)):
+        executor, recorder, inputs = ByReference(), DensityRecorder(), given(case, grid)
+        with attached(model := made(case), watched(executor), recorder=recorder):
             run(model, inputs)
         cells = bs.HilbertOrder((1, H, T * W) if case.image else grid).cells("cpu")
         for mask in executor.masks:
             k_index = not_none(mask.grid.permutation.k_index)
             assert torch.equal(k_index[0, 0, 0, : len(cells)].long(), cells)
-
-
-@each_model
-def test_the_recorder_tells_the_density_of_what_ran(case: Case) -> None:
-    executor, recorder, model = ByReference(), DensityRecorder(), made(case)
-    with attached(model, watched(executor), recorder=recorder):
-        run(model, given(case, SMALL))
-    ran = torch.cat([mask.density() for mask in executor.masks])
-    if len(executor.masks) == case.layers:  # one module per block
-        assert torch.allclose(recorder.density(), ran)
-    else:  # SD 3.5 has two in some
-        assert sum(recorder.sparse_calls().values()) == len(executor.masks) > case.layers
+        if len(executor.masks) == case.layers:  # one module per block
+            assert torch.allclose(recorder.density(), torch.cat([mask.density() for mask in executor.masks]))
+        else:  # SD 3.5 has two in some
+            assert sum(recorder.sparse_calls().values()) == len(executor.masks) > case.layers
 
 
 @pytest.mark.parametrize("every", [None, 2])
@@ -301,18 +293,12 @@ def test_steps_of_frames_that_follow_one_another() -> None:
     assert dense == [True, True, False, False, False, True]
 
 
-@pytest.fixture
-def _other_defaults() -> Iterator[None]:
-    torch.set_default_dtype(torch.bfloat16)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("_other_defaults")
-def test_a_timestep_may_be_a_number() -> None:
+def test_a_timestep_may_be_a_number(request: pytest.FixtureRequest) -> None:
     """Of Python, which the default dtype would round: 999 and 1000 are one number of bf16."""
     model, inputs = made(CASES["wan"]), given(CASES["wan"], SMALL)
     adapter = attached(model, dense_steps=(0,))._adapter
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         adapter.begin({**inputs, "timestep": 1000})
         assert adapter.now.dense is not None
@@ -737,30 +723,22 @@ def test_copies_have_what_was_set_since() -> None:
 
 
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])
-def test_processors_that_somebody_kept_are_as_the_models_own(name: str) -> None:
-    """As `fuse_qkv_projections` of CogVideoX keeps them, to put them back later."""
+def test_copies_have_no_pipeline_nor_have_processors_that_somebody_kept(name: str) -> None:
+    """As `fuse_qkv_projections` of CogVideoX keeps processors, to put them back later."""
     model, inputs = made(CASES[name]), given(CASES[name], SMALL)
     expected = run(model, inputs)
     with attached(model):
         kept, sparse = model.attn_processors, run(model, inputs)
-    model.set_attn_processor(kept)
-    assert torch.equal(run(model, inputs), expected)
-    with attached(model):
-        assert torch.equal(run(model, inputs), sparse)
-    assert torch.equal(run(copy.deepcopy(model), inputs), expected)
-
-
-@pytest.mark.parametrize("name", ["wan", "cogvideox"])
-def test_copies_have_no_pipeline(name: str) -> None:
-    model, inputs = made(CASES[name]), given(CASES[name], SMALL)
-    expected = run(model, inputs)
-    with attached(model):
         copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         assert torch.equal(run(copied, inputs), expected)
         assert torch.equal(run(pickled, inputs), expected)
         with attached(copied):
-            assert torch.equal(run(copied, inputs), run(model, inputs))
-    assert torch.equal(run(copied, inputs), expected)
+            assert torch.equal(run(copied, inputs), sparse)
+    model.set_attn_processor(kept)
+    for one in (copied, model, copy.deepcopy(model)):
+        assert torch.equal(run(one, inputs), expected)
+    with attached(model):
+        assert torch.equal(run(model, inputs), sparse)
 
 
 def test_processors_that_layers_share_are_told_apart() -> None:

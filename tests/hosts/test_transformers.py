@@ -601,18 +601,6 @@ def test_a_recorder_reads_as_a_table_and_forgets() -> None:
     assert recorder.density().shape == (0, 0)
 
 
-@pytest.mark.parametrize("before", ["eager", "sdpa"])
-def test_detach_restores(before: str) -> None:
-    model = make("llama")
-    model.set_attn_implementation(before)
-    attachment = attach(model, SPARSE)
-    assert model.config._attn_implementation == attachment.key
-    assert attachment.key in AttentionInterface._global_mapping
-    attachment.detach()
-    attachment.detach()
-    assert model.config._attn_implementation == before
-
-
 def test_detach_restores_nested_configs() -> None:
     model = small_model("llava")
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})

@@ -567,37 +567,39 @@ def test_threads_that_attach_parse_one_after_another(monkeypatch: pytest.MonkeyP
 # ---- layers that share one attention
 
 
-@pytest.mark.parametrize("name", ["Zamba", "Zamba2"])
-def test_a_schedule_by_layer_needs_layers_that_can_be_told(name: str) -> None:
-    model = small_model(name.lower()).double()  # its recurrence adds up rounding, more of it on some CPUs
+def tied() -> Any:
+    """Of tied layers the second says that it is the first."""
+    model = make("llama")
+    attach(model, Schedule(DENSE_LIMIT, dense=[1])).detach()
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "calls"),
+    [
+        (lambda: small_model("zamba").double(), "Zamba", {-1: 2}),  # its recurrence adds up rounding on some CPUs
+        (lambda: small_model("zamba2").double(), "Zamba2", {-1: 2}),
+        (lambda: small_model("hrm_text"), "HrmText", {0: 8, 1: 8}),  # two stacks by turns, which both count from 0
+        (tied, "Llama", {0: 2}),
+    ],
+    ids=["zamba", "zamba2", "hrm_text", "tied"],
+)
+def test_a_schedule_by_layer_needs_layers_that_can_be_told(
+    build: Callable[[], Any], name: str, calls: dict[int, int]
+) -> None:
+    model, ids, recorder = build(), tokens(80), DensityRecorder()
     for schedule in (
         Schedule(DENSE_LIMIT, dense=[0]),
-        Schedule(None, layers={1: DENSE_LIMIT}),
+        Schedule(None, layers={-1: DENSE_LIMIT}),
         Schedule(DENSE_LIMIT, same_choice=((0, 1),)),
     ):
         with pytest.raises(ValueError, match=f"name layers of {name}ForCausalLM: they share one {name}Attention"):
             attach(model, schedule)
-    ids, recorder = tokens(80), DensityRecorder()
-    expected = model(ids).logits
+    expected = model(ids, use_cache=False).logits
     with attached(model, recorder, Schedule(DENSE_LIMIT)):
-        assert_same(model(ids).logits, expected)
-    assert recorder.sparse_calls() == {-1: 2}
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [Schedule(DENSE_LIMIT, dense=[-1]), Schedule(None, layers={5: DENSE_LIMIT})],
-    ids=["dense", "sparse"],
-)
-def test_a_schedule_by_layer_needs_one_stack_of_layers(schedule: Schedule) -> None:
-    """HRM-Text runs two stacks of two layers by turns, as 16 layers; both stacks count from 0."""
-    model = small_model("hrm_text")
-    with pytest.raises(ValueError, match="name layers of HrmTextForCausalLM: they share one HrmTextAttention"):
-        attach(model, schedule)
-    recorder = DensityRecorder()
-    with attached(model, recorder, Schedule(DENSE_LIMIT)):
-        model(tokens(80), use_cache=False)
-    assert recorder.sparse_calls() == {0: 8, 1: 8}
+        assert_same(model(ids, use_cache=False).logits, expected)
+    assert recorder.sparse_calls() == calls
 
 
 def test_a_choice_is_not_shared_by_layers_that_attend_twice() -> None:
@@ -621,19 +623,6 @@ def test_a_schedule_by_layer_takes_layers_beside_which_images_are_seen() -> None
     with attached(model, recorder, Schedule(None, layers={1: DENSE_LIMIT})):
         model(tokens(80), pixel_values=images, image_attention_mask=seen)
     assert recorder.sparse_calls() == {1: 1}
-
-
-def test_a_schedule_by_layer_needs_layers_of_their_own() -> None:
-    """Of tied layers the second says that it is the first."""
-    model = make("llama")
-    attach(model, Schedule(DENSE_LIMIT, dense=[1])).detach()
-    model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(ValueError, match="name layers of LlamaForCausalLM: they share one LlamaAttention"):
-        attach(model, Schedule(DENSE_LIMIT, dense=[1]))
-    recorder = DensityRecorder()
-    with attached(model, recorder, Schedule(DENSE_LIMIT)):
-        model(tokens(80), use_cache=False)
-    assert recorder.sparse_calls() == {0: 2}
 
 
 # ---- layers without attention

@@ -418,31 +418,28 @@ def test_settings_of_a_preset(given: dict[str, Any], pipeline: bs.Pipeline[Any, 
     assert settings.dense_below == given.get("dense_below")
 
 
-def test_a_pipeline_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def mine(k: int) -> bs.Pipeline[Any, Any, Any]:
+    return bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(k), bs.AutoExecutor())
+
+
+def test_a_pipeline_of_ones_own() -> None:
     """A function in a module that the engine can import is named as a preset is, and takes what presets take."""
-    (tmp_path / "my_own_stages.py").write_text(
-        "import blocksparse as bs\n\n\ndef mine(k=3):\n    return bs.Pipeline("
-        "bs.Identity(), bs.MeanPoolScorer(32), bs.TopK(k), bs.AutoExecutor())\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    given = {"preset": "my_own_stages:mine", "settings": {"k": 5}, "band": 256, "sink": 64, "dense": [0]}
+    given = {"preset": f"{__name__}:mine", "settings": {"k": 5}, "band": 256, "sink": 64, "dense": [0]}
     first, *others = Settings.of({"blocksparse": given}, SERVED, HOST).layers
     selector = bs.TopK(5) | (bs.Band(256) | bs.Sink(64))
     expected = bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(32), selector, bs.AutoExecutor(dense_below=0))
     assert (first, *others) == (None, expected, expected, expected)
 
 
-def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def numbers_of(heads: int) -> bs.Pipeline[Any, Any, Any]:
+    return bs.mean_pooling([0.9] * heads)
+
+
+def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model() -> None:
     """Each GPU would take numbers for as many heads as it has for its own, whichever these are."""
-    (tmp_path / "my_numbers.py").write_text(
-        "import blocksparse as bs\n\n\ndef mine(heads):\n    return bs.mean_pooling([0.9] * heads)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
 
     def settings(heads: int, ranks: int) -> Settings:
-        given = {"preset": "my_numbers:mine", "settings": {"heads": heads}}
+        given = {"preset": f"{__name__}:numbers_of", "settings": {"heads": heads}}
         return Settings.of({"blocksparse": given}, evolve(SERVED, ranks=ranks), HOST)
 
     assert settings(8, 1).layers[0]

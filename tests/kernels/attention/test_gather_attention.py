@@ -18,7 +18,7 @@ from blocksparse.order.content_orders import GlobalIndexMap
 from blocksparse.presets.text import s2o
 from blocksparse.testing import assert_within_budget, make_qkv, masked_attention
 from tests.cases import slow
-from tests.machine import DTYPES, GPU, needs_hopper, python
+from tests.machine import DTYPES, GPU, needs_hopper
 from tests.meaning import pairs_of
 from tests.specs import grid_of
 
@@ -272,16 +272,3 @@ def test_wide_query_blocks_are_refused(device: str) -> None:
     q, k, v = make_qkv(N=600, D=32, device=device)
     with pytest.raises(ValueError, match=r"query blocks must be at most 128, not 256: choose smaller ones"):
         s2o(S=256, block=256)(q, k, v)
-
-
-@pytest.mark.slow
-def test_runs_without_triton() -> None:
-    """On a CPU nothing of Triton is imported."""
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch\nfrom blocksparse.presets.text import s2o\n"
-        "q, k, v = torch.rand(1, 4, 64, 16), torch.rand(1, 2, 64, 16), torch.rand(1, 2, 64, 16)\n"
-        "print(tuple(s2o(0.1, S=32, block=16)(q, k, v).shape))"
-    )
-    printed = python(code)
-    assert printed.stdout.strip() == "(1, 4, 64, 16)", printed.stderr
