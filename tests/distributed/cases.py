@@ -92,6 +92,22 @@ def unequal_shards(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(got, PBS(k, k, v)[:, :, ends])
 
 
+def uneven_shards_of_28_and_7_heads(mesh: DeviceMesh) -> None:
+    """Four ranks with other numbers of tokens each; heads that they do not divide are refused, with a way out."""
+    (q, k, v), pipeline = make_qkv(Hq=28, Hkv=7, N=201, D=16), bs.auto(block=16)
+    its = slice(*((0, 16), (16, 128), (128, 160), (160, 201))[mesh.get_local_rank("ranks")])
+
+    def assert_one_process(kind: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        got = kind(pipeline, mesh, "ranks")(q[:, :, its], k[:, :, its], v[:, :, its])
+        torch.testing.assert_close(got, pipeline(q, k, v)[:, :, its])
+
+    for kind in (AllGatherKV, Ring):
+        assert_one_process(kind, q, k, v)
+    with pytest.raises(ValueError, match=r"28 query heads and 7 KV heads .* over 4 ranks.* Or use AllGatherKV"):
+        assert_one_process(Ulysses, q, k, v)
+    assert_one_process(Ulysses, q[:, :16], k[:, :4], v[:, :4])
+
+
 @attrs.frozen(eq=False)
 class Dense(bs.Executor[bs.GlobalPermutation, bs.BlockMask]):
     """Like `AutoExecutor` on a GPU: dense where there is little work, by the sizes of the whole call."""
@@ -291,6 +307,7 @@ FOUR: dict[str, Case] = {
     "ulysses, replicated keys, own orders": equal(
         partial(ulysses, density=range(1, 9)), bs.pbs_attn(0.7, block=16, S=32, per_query_head=True), Hq=8, Hkv=2
     ),
+    "uneven shards of 28 and 7 heads": uneven_shards_of_28_and_7_heads,
     "gathered, few tokens": equal(gathered, PBS, M=97, N=98 + 32),
     "gathered, head and tail": equal(partial(gathered, head_tail=True), PBS, N=250, B=2),
     "ring": equal(partial(ring, head_tail=True), PBS, N=250),

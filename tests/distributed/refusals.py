@@ -217,7 +217,7 @@ REFUSED: dict[str, Case] = {
         "Nq=130, Nk=128 over all ranks", call_of(lambda mesh: Ulysses(PBS, mesh, "ranks"), M=130)
     ),
     "too few tokens": refused(
-        "20 tokens are too few for 4 pieces over 2 ranks",
+        "20 tokens are too few for 4 pieces over 2 ranks.* Use fewer ranks or leave out head_tail",
         lambda mesh: AllGatherKV(POOLED, mesh, "ranks", head_tail=True).shard(torch.arange(20), 0),
     ),
     "ring of own orders": refused("its own order", lambda mesh: Ring(STOPS_EARLY, mesh, "ranks")),

@@ -59,7 +59,8 @@ def on_two(_rank: int) -> Failures:
 def on_four(_rank: int) -> Failures:
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
-    return failures(FOUR, line) | failures(TWO_BY_TWO, square)
+    refused = {name: REFUSED[name] for name in ("one rank is refused", "ranks with other pipelines")}
+    return failures({**FOUR, **refused}, line) | failures(TWO_BY_TWO, square)
 
 
 @pytest.mark.slow
@@ -113,14 +114,15 @@ def in_a_group(_rank: int, scheme: Any, dies: bool) -> tuple[str, float]:
 @pytest.mark.slow
 def test_a_rank_that_raises_or_dies_ends_all() -> None:
     """Each in processes of its own, all at the same time, because they do little but wait."""
-    runs = [*((scheme, False) for scheme in SCHEMES), (Ulysses, True)]
+    runs = [*((2, scheme, False) for scheme in SCHEMES), (2, Ulysses, True), (4, AllGatherKV, False)]
     with ThreadPoolExecutor(len(runs)) as threads:
-        results = list(threads.map(lambda run: on_ranks(2, in_a_group, *run), runs))
-    for (_, dies), (waiting, broken) in zip(runs, results, strict=True):
-        assert isinstance(waiting, tuple), waiting
-        text, seconds = waiting
-        assert text.startswith("RuntimeError: rank 0 of mesh dimension 'ranks' got no answer while "), text
-        assert seconds < 3 * TIMEOUT
+        results = list(threads.map(lambda run: on_ranks(run[0], in_a_group, *run[1:]), runs))
+    for (_, _, dies), (first, broken, *others) in zip(runs, results, strict=True):
+        for rank, waiting in ((0, first), *enumerate(others, start=2)):
+            assert isinstance(waiting, tuple), waiting
+            text, seconds = waiting
+            assert text.startswith(f"RuntimeError: rank {rank} of mesh dimension 'ranks' got no answer"), text
+            assert seconds < 3 * TIMEOUT
         if dies:
             assert broken is None
         else:

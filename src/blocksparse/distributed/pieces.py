@@ -73,7 +73,8 @@ def cut(tokens: int, ranks: int, before: int, at: int, *, both_ends: bool) -> li
     if any(piece.length < 1 for piece in each):
         raise ValueError(
             f"{tokens} tokens are too few for {count} pieces over {ranks} ranks: pieces begin at multiples of "
-            f"{at} tokens, by which this pipeline chooses blocks. Use fewer ranks."
+            f"{at} tokens, by which this pipeline chooses blocks. "
+            f"Use fewer ranks{' or leave out head_tail' if count > ranks else ''}."
         )
     return [[each[rank], each[-1 - rank]] if count > ranks else [each[rank]] for rank in range(ranks)]
 

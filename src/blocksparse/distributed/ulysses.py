@@ -182,7 +182,7 @@ class Ulysses(Scheme):
         if isinstance(self.attention, Scheme):
             x = self.attention.shard(x, dim, before=before, causal=causal)
         if x.shape[dim] < self._ranks.size:
-            raise ValueError(f"{x.shape[dim]} tokens are too few for {self._ranks.size} ranks")
+            raise ValueError(f"{x.shape[dim]} tokens are too few for {self._ranks.size} ranks. Use fewer.")
         return x.tensor_split(self._ranks.size, dim)[self._ranks.rank]
 
 
