@@ -219,19 +219,12 @@ def test_a_call_that_fails_leaves_it_as_new(device: str) -> None:
 def test_each_sequence_has_its_own(device: str) -> None:
     """Chunks of two requests in one step, and a step that has none of the first."""
     pipeline, histories = a_pipeline(bs.MeanPoolScorer(16)), [bs.KeyHistory(), bs.KeyHistory()]
+    of_requests = [make_qkv(Hq=4, Hkv=2, N=99, D=16, device=device, seed=seed)[1] for seed in (0, 1)]
     for queries, keys in (((40, 30), (40, 30)), ((0, 50), (0, 80)), ((37, 3), (77, 83))):
         sequences = bs.Sequences.packed(queries, keys)
-        q, k, v = make_qkv(Hq=4, Hkv=2, M=sum(queries), N=sum(keys), D=16, device=device, seed=sum(keys))
-        for x in (k, v):  # each key is that of its place in its request
-            x.copy_(
-                torch.cat(
-                    [
-                        make_qkv(Hq=4, Hkv=2, N=99, D=16, device=device, seed=i)[1][:, :, :n]
-                        for i, n in enumerate(keys)
-                    ],
-                    2,
-                )
-            )
+        q = make_qkv(Hq=4, Hkv=2, M=sum(queries), N=sum(keys), D=16, device=device, seed=sum(keys))[0]
+        # Each key is that of its place in its request.
+        k = v = torch.cat([x[:, :, :n] for x, n in zip(of_requests, keys, strict=True)], 2)
         out = pipeline(q, k, v, sequences=sequences, history=list(map(copy.copy, histories)))
         assert torch.equal(out, pipeline(q, k, v, sequences=sequences))
         remembered = pipeline.trace(q, k, v, sequences=sequences, history=histories)

@@ -79,13 +79,6 @@ def test_a_negative_scale_and_autocast_change_nothing() -> None:
     assert_same_bits(output, want)
 
 
-@pytest.mark.parametrize("method", ["with_lse", "trace"])
-def test_transforms_take_calls_only(method: str) -> None:
-    q, k, v = make_qkv(N=32)
-    with pytest.raises(ValueError, match=rf"^torch.compile and torch.func take calls of a pipeline, .*'{method}'"):
-        torch.vmap(lambda x: getattr(PIPELINE, method)(x[None], k, v))(q)
-
-
 CALLS: dict[str, Any] = {
     "pipeline": bs.mean_pooling(block=16, executor=bs.ReferenceExecutor()),
     "permuted": bs.pbs_attn(block=16, S=32, executor=bs.ReferenceExecutor()),

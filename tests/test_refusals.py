@@ -253,12 +253,12 @@ def test_jit_trace_is_refused() -> None:
         torch.jit.trace(lambda *x: bs.mean_pooling()(*x), tuple(make_qkv()), check_trace=False)
 
 
-@pytest.mark.parametrize("called", ["pipeline", "groups"])
-def test_a_trace_in_a_graph_is_refused(called: str) -> None:
-    q, k, v = make_qkv(N=40, D=8)
-    traced = torch.compile(CALLED[called].trace, fullgraph=True, backend="eager")
-    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=r"not 'trace'\. Leave it out of them"):
-        traced(q, k, v)  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize("under", [compiled, vmapped])
+@pytest.mark.parametrize(("called", "method"), [(PIPELINE, "trace"), (PIPELINE, "with_lse"), (GROUPS, "trace")])
+def test_graphs_and_transforms_take_calls_only(called: Any, method: str, under: Any) -> None:
+    said = rf"torch.compile and torch.func take calls of a pipeline, .*not '{method}'\. Leave it out of them"
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=said):
+        under(getattr(called, method))(*make_qkv(N=40, D=8))
 
 
 # Mistakes that people write: a call, and words of its error, in order

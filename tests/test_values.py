@@ -205,14 +205,6 @@ def test_scales_that_are_no_number_or_too_far_from_1(
         bs.pbs_attn()(*make_qkv(N=16), **given)
 
 
-@pytest.mark.parametrize("other", [{"q_block": 32}, {"window": 40}], ids=str)
-def test_masks_of_different_grids_do_not_mix(other: dict[str, Any]) -> None:
-    q, k, _ = make_qkv(N=64)
-    masks = [bs.Band(8).on(grid_of(q, k, **{"q_block": 16} | asked)) for asked in ({}, other)]
-    with pytest.raises(ValueError, match=r"masks must share a grid: .*refine\(\) of the coarser one"):
-        masks[0] | masks[1]
-
-
 # Values that stages hand over
 
 
@@ -303,8 +295,11 @@ def test_a_mask_of_another_call(executor: bs.Executor[Any, Any]) -> None:
         executor(Q, K, V.half(), everything(grid()), asked(everything(grid()), 0.25))
 
 
-def test_masks_of_different_orders_do_not_mix() -> None:
+def test_masks_of_different_grids_and_orders_do_not_mix() -> None:
     """`FlexExecutor` and others would read the union in the order of the first."""
+    for other in (grid(block=32), grid(window=40)):
+        with pytest.raises(ValueError, match=r"masks must share a grid: .*refine\(\) of the coarser one"):
+            bs.Band(8).on(grid()) | bs.Band(8).on(other)
     here, there = everything(grid()), everything(grid(bs.GlobalPermutation(order(1, 2, 1, 64).flip(-1))))
     with pytest.raises(ValueError, match="cut from different permutations"):
         here | there
@@ -481,24 +476,21 @@ def test_type_parameters_may_say_little(scorer: bs.Scorer[Any, Any], selector: b
     assert torch.equal(out, bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), bs.TopK(2), REFERENCE)(q, k, v))
 
 
-def test_a_type_parameter_may_name_several_types() -> None:
+def test_a_type_parameter_may_name_several_types_or_be_that_of_a_family() -> None:
     message = "TakesEither needs a BlockMass or a VerticalSlashScores, and NoScorer gives"
     with pytest.raises(TypeError, match=message):
         composed(bs.Identity(), bs.NoScorer(), TakesEither(), REFERENCE)()
     for scorer in (bs.MeanPoolScorer(16), bs.VerticalSlashScorer(16)):
         bs.Pipeline(bs.Identity(), scorer, TakesEither(), REFERENCE)
+    with pytest.raises(TypeError, match=f"OfMasses needs a BlockMass, and NoScorer gives a BlockScores: {Masses}"):
+        composed(bs.Identity(), bs.NoScorer(), OfMasses(), REFERENCE)()
+    bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), OfMasses(), REFERENCE)
 
 
 def test_a_stage_without_types_is_held_to_what_takes_its_values() -> None:
     q, k, v = make_qkv(N=64, D=16)
     with pytest.raises(TypeError, match="Untyped must give a RankedBlockMask, and gave a BlockMask"):
         bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(16), Untyped(), EARLY)(q, k, v)
-
-
-def test_type_parameters_through_a_family_of_stages() -> None:
-    with pytest.raises(TypeError, match=f"OfMasses needs a BlockMass, and NoScorer gives a BlockScores: {Masses}"):
-        composed(bs.Identity(), bs.NoScorer(), OfMasses(), REFERENCE)()
-    bs.Pipeline(bs.Identity(), bs.MeanPoolScorer(), OfMasses(), REFERENCE)
 
 
 def test_a_pipeline_that_also_keeps_what_a_selector_keeps() -> None:

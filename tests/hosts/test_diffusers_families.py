@@ -102,15 +102,6 @@ def test_a_family(case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize("case", {**CASES, **MORE}.values(), ids=[*CASES, *MORE])
-def test_each_model_is_told_a_prompt(case: Case) -> None:
-    """By which runs and halves of guidance are told apart."""
-    name, inputs = type(made(case)).__name__, given(case, SMALL)
-    prompt = FAMILIES[name].prompt(inputs)
-    assert isinstance(prompt, Tensor)
-    assert prompt is FAMILIES[name].prompt({**inputs, "hidden_states": None})
-
-
 @pytest.mark.parametrize("name", MORE)
 def test_pictures_have_their_order_and_all_else_is_kept(name: str) -> None:
     """Text, sound and frames that are given see everything, and are seen by all."""
@@ -136,11 +127,15 @@ def test_pictures_have_their_order_and_all_else_is_kept(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # by Mochi
 @pytest.mark.parametrize("case", {**CASES, **MORE}.values(), ids=[*CASES, *MORE])
 def test_layers_count_in_the_order_in_which_they_run(case: Case) -> None:
-    model, ran = made(case), list[str]()
+    """And each model is told a prompt, by which runs and halves of guidance are told apart."""
+    model, inputs, ran = made(case), given(case, SMALL), list[str]()
+    family = FAMILIES[type(model).__name__]
+    assert isinstance(family.prompt(inputs), Tensor)
+    assert family.prompt(inputs) is family.prompt({**inputs, "hidden_states": None})
     with attached(model) as attachment:
         for layer in attachment.layers:
             layer.module.register_forward_hook(lambda *_, name=layer.name: ran.append(name))
-        model(**{"return_dict": False, **given(case, SMALL)})
+        model(**{"return_dict": False, **inputs})
     blocks = [name.rsplit(".", 1)[0] for name in dict.fromkeys(ran)]
     assert list(dict.fromkeys(blocks)) == list(
         dict.fromkeys(layer.name.rsplit(".", 1)[0] for layer in attachment.layers)

@@ -150,6 +150,10 @@ def assert_same_logits(
     expected = run(model)
     with attached(model, recorder, pipeline, **options):
         actual = run(model)
+    assert_close(actual, expected)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 

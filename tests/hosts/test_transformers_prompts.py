@@ -22,6 +22,7 @@ from tests.hosts.test_transformers import (
     WINDOW,
     all_dense,
     all_sparse,
+    assert_close,
     assert_same_logits,
     attached,
     each_cache,
@@ -47,11 +48,6 @@ def mask_of(*spans: tuple[int, int], N: int) -> Tensor:
     for row, (first, end) in zip(mask, spans, strict=True):
         row[first:end] = 1
     return mask
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    assert torch.isfinite(expected).all()
-    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
 def prompts(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:

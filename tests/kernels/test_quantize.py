@@ -33,6 +33,7 @@ from blocksparse.kernels.quantize.tokens_triton import (
 from blocksparse.launch.launches import remembered
 from blocksparse.testing import make_qkv
 from tests.cases import slow
+from tests.kernels.attention.references import in_order, of_slots
 from tests.kernels.compare import randn
 
 # Values in fp8
@@ -306,18 +307,6 @@ def test_hardest_quotients(exponent: int, device: str) -> None:
 # Operands of 8-bit attention on Hopper
 
 
-def of_slots(x: Tensor, tile: int, slots: int) -> Tensor:
-    """What belongs to groups, `[B, H, tiles, 4]`, for each slot, `[B, H, slots]`."""
-    slot = torch.arange(slots, device=x.device)
-    return x[:, :, slot // tile, slot % 8 // 2]
-
-
-def in_order(values: Tensor, slots: int) -> Tensor:
-    """`[B, 2 * H, D, 16 n]` back in the order of slots, fp32 `[B, 2 * H, slots, D]`."""
-    values = values.float().unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2)
-    return values.flatten(-4).mT[:, :, :slots]
-
-
 def assert_close_int8(got: tuple[Tensor | None, ...], want: tuple[Tensor | None, ...]) -> None:
     """Sums of another order: scales differ in their last bits, and a number here and there by one."""
     assert got[0] is not None
@@ -473,7 +462,7 @@ def test_values_are_close(tile: int, device: str) -> None:
     values, tile_log2, of_tokens = fp8_value_tiles_triton(v, None, tile)
     scale = torch.cat((of_slots(tile_log2, tile, N), of_tokens[:, : tile_log2.shape[1]]), 1).exp2()
     torch.testing.assert_close(
-        in_order(values, N) * scale.unsqueeze(-1), torch.cat((v, v), 1), rtol=1 / 15, atol=1e-4
+        in_order(values.float(), N) * scale.unsqueeze(-1), torch.cat((v, v), 1), rtol=1 / 15, atol=1e-4
     )
 
 
@@ -495,6 +484,6 @@ def test_bad_numbers_stay_in_their_group(by_kernel: bool, value: float, device: 
     for _, tile_scale, token_scale in (keys(x, None, 64, mean), fp8(x, None, 64)):
         assert torch.equal(of_slots(tile_scale, 64, 256)[0, 0].isnan(), group)
         assert torch.equal(token_scale[0, 0].isnan(), bad)
-    values = in_order(fp8(x, None, 64)[0], 256).isnan()
+    values = in_order(fp8(x, None, 64)[0].float(), 256).isnan()
     assert torch.equal(values[0].all(-1), torch.stack((group, bad)))
     assert torch.equal(values[0].any(-1), torch.stack((group, bad)))

@@ -35,16 +35,12 @@ def flex(name: str, *, as_released: bool) -> bs.Trace[bs.GlobalPermutation, Vert
 
 
 @pytest.mark.parametrize("name", FLEX)
-def test_flex_prefill_mask(name: str) -> None:
+def test_flex_prefill_mask_and_scores(name: str) -> None:
     case, trace = load(name), flex(name, as_released=True)
     assert differing(trace.mask, case).tolist() == []
     if torch.equal(trace.mask.keep, torch.from_numpy(case.arrays["mask"])):
         assert_same_output(trace.output.out, case)
-
-
-@pytest.mark.parametrize("name", FLEX)
-def test_flex_prefill_scores(name: str) -> None:
-    case, scores = load(name), flex(name, as_released=True).scores
+    scores = trace.scores
     golden = {key: torch.from_numpy(case.arrays[key]) for key in ("vertical", "slash", "js", "vertical_block")}
     torch.testing.assert_close(scores.vertical, golden["vertical"], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(scores.slash.flip(-1), golden["slash"], rtol=1e-5, atol=1e-7)

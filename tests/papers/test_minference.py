@@ -33,15 +33,11 @@ def marked(like: Tensor, index: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MINF)
-def test_minference_mask(name: str) -> None:
+def test_minference_mask_and_lines(name: str) -> None:
+    """The same keys and the same distances, from the same sums."""
     case, trace = load(name), minf(name, as_released=True)
     assert differing(trace.mask, case).tolist() == []
-
-
-@pytest.mark.parametrize("name", MINF)
-def test_minference_lines(name: str) -> None:
-    """The same keys and the same distances, from the same sums."""
-    case, scores = load(name), minf(name, as_released=True).scores
+    scores = trace.scores
     selector = VerticalSlashTopK(case.params["vertical_size"], case.params["slash_size"], released=True)
     golden = {key: torch.from_numpy(x) for key, x in case.arrays.items()}
     assert torch.equal(selector.keys(scores), marked(scores.vertical, golden["vertical_idx"]))

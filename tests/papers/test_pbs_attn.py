@@ -34,10 +34,13 @@ def test_pbs_attn_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PBS if name != DENSE])
-def test_pbs_attn_order(name: str) -> None:
+def test_pbs_attn_order_and_pooled_scores(name: str) -> None:
     """Equal to the authors' order, but for keys whose importance ties to rounding."""
     case = load(name)
-    index = pbs(case, as_released=True).permutation.k_index
+    trace = pbs(case, as_released=True)
+    golden = torch.from_numpy(case.arrays["scores"]).float().nan_to_num(0.0)  # rows of the first segment
+    torch.testing.assert_close(trace.scores.values, golden, rtol=1e-3, atol=1e-5)
+    index = trace.permutation.k_index
     assert index is not None
     ours, theirs = index[:, :, 0].numpy(), case.arrays["perm"]
     S = case.params["segment_size"]
@@ -47,15 +50,6 @@ def test_pbs_attn_order(name: str) -> None:
     assert (np.sort(ours[..., :whole].reshape(key.shape), -1) == np.arange(whole).reshape(-1, S)).all()
     assert float((key[..., 1:] / key[..., :-1]).max()) < 1 + 1e-5
     assert float((ours == theirs).mean()) > 0.999
-
-
-@pytest.mark.parametrize("name", PBS)
-def test_pbs_attn_pooled_scores(name: str) -> None:
-    case = load(name)
-    if name == DENSE:
-        pytest.skip("the case has no scores")
-    golden = torch.from_numpy(case.arrays["scores"]).float().nan_to_num(0.0)  # rows of the first segment
-    torch.testing.assert_close(pbs(case, as_released=True).scores.values, golden, rtol=1e-3, atol=1e-5)
 
 
 def test_pbs_attn_one_segment_is_dense() -> None:

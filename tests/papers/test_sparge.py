@@ -52,18 +52,15 @@ def golden(case: Golden, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*MAPS, EXAMPLE])
-def test_mask(name: str) -> None:
-    """Theirs, and the diagonal where causal, which their code may lose. No block of ours needs its fragility."""
-    case = load(name)
-    mask = run(case, as_released=True).mask
-    assert torch.equal(mask.keep, golden(case, "mask") | mask.grid.diagonal)
+def test_mask_and_scores(name: str) -> None:
+    """Theirs, and the diagonal where causal, which their code may lose. No block of ours needs its fragility.
 
-
-@pytest.mark.parametrize("name", [*MAPS, EXAMPLE])
-def test_scores(name: str) -> None:
-    """Our masses, as shares of what similar key blocks hold, are their softmax over similar key blocks."""
+    Our masses, as shares of what similar key blocks hold, are their softmax over similar key blocks.
+    """
     case = load(name)
-    values = run(case, as_released=True).scores.values
+    trace = run(case, as_released=True)
+    assert torch.equal(trace.mask.keep, golden(case, "mask") | trace.mask.grid.diagonal)
+    values = trace.scores.values
     ours = values / values.sum(-1, keepdim=True)
     atol = 1e-3 if name == EXAMPLE else 2e-6
     torch.testing.assert_close(ours, golden(case, "scores").float(), rtol=0, atol=atol, equal_nan=True)

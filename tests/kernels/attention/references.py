@@ -173,6 +173,18 @@ def _of_queries(x: Tensor, lists: Lists, positions: TokenPositions, Hq: int, M: 
     return x[:, :, positions.q_lead : positions.q_lead + M]
 
 
+def of_slots(x: Tensor, tile: int, slots: int) -> Tensor:
+    """What belongs to groups, `[B, H, tiles, 4]`, for each slot, `[B, H, slots]`: its group is `slot % 8 // 2`."""
+    slot = torch.arange(slots, device=x.device)
+    return x[:, :, slot // tile, slot % 8 // 2]
+
+
+def in_order(values: Tensor, slots: int) -> Tensor:
+    """`[B, 2 * H, D, 16 n]` back in the order of slots, `[B, 2 * H, slots, D]`."""
+    tokens: Tensor = values.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4).mT[:, :, :slots]
+    return tokens
+
+
 def int8_attention_reference(
     operands: TileOperands,
     lists: Lists,
@@ -192,11 +204,6 @@ def int8_attention_reference(
 
     def of_queries(x: Tensor) -> Tensor:
         return _of_queries(x, lists, positions, Hq, M)
-
-    def of_slots(x: Tensor) -> Tensor:
-        """`x` `[B, Hk, tiles, 4]` repeated for each slot, `[B, Hk, N]`: a slot's group is `slot % 8 // 2`."""
-        slot = torch.arange(N, device=x.device)
-        return x[:, :, slot // tile, slot % 8 // 2]
 
     def of_heads(x: Tensor) -> Tensor:
         """`x` `[B, Hk, ...]` in float64, repeated for each query head."""
@@ -223,7 +230,7 @@ def int8_attention_reference(
     plain = logits_of(k[:, Hk:], operands.k_token_scale)
     if taken is not None:
         plain = plain - taken.double()[..., None]
-    logits = logits_of(k[:, :Hk], of_slots(operands.k_tile_scale)).where(whole, plain)
+    logits = logits_of(k[:, :Hk], of_slots(operands.k_tile_scale, tile, N)).where(whole, plain)
     allowed = kept
     if positions.causal:
         last = positions.q_position.expand(-1, Hq, -1)[:, :, q_lead : q_lead + M]
@@ -237,8 +244,8 @@ def int8_attention_reference(
     if v_tile_log2 is None or v_token is None:
         out = products(weight, v.double().mT)
     else:
-        values = v.double().unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4).mT[:, :, :N]
-        of_tiles = values[:, :Hk] * of_slots(v_tile_log2).double().exp2()[..., None]
+        values = in_order(v.double(), N)
+        of_tiles = values[:, :Hk] * of_slots(v_tile_log2, tile, N).double().exp2()[..., None]
         of_tokens = values[:, Hk:] * v_token[:, :Hk].double().exp2()[..., None]
         out = products(weight.where(whole, 0.0), of_tiles.mT)
         out = out + products(weight.masked_fill(whole, 0.0), of_tokens.mT)
