@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import pytest
@@ -980,17 +980,24 @@ def test_a_function_of_users_is_not_replaced(place: dict[str, Any], name: str, d
         model(tokens(60))
 
 
-def of_ones_own(*, bias: float, through_super: bool = False) -> Any:
-    """A model whose attention is a class of this file, and adds a bias by itself, or one that it is given."""
+def of_ones_own(*, bias: float, through_super: bool = False, of: str = "llama", named: str = "") -> Any:
+    """A model whose attention is a class of this file, and adds a bias by itself, or one that it is given.
+
+    The forward of the class names its function as `named`, or as those of transformers do.
+    """
+    model = make(of)
+    base: Any = type(model.model.layers[0].self_attn)
+    code, names = base.forward.__code__, dict(vars(sys.modules[base.__module__]))
+    plain = names["eager_attention_forward"]
 
     def own(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slope: Any = None, **options: Any) -> Any:
         place = torch.arange(k.shape[2], dtype=q.dtype)
         added = (bias if slope is None else slope) * (place - place[-q.shape[2] :, None])
-        return modeling_llama.eager_attention_forward(module, q, k, v, added + mask, **options)
+        return plain(module, q, k, v, added + mask, **options)
 
-    base, model = modeling_llama.LlamaAttention, make("llama")
-    names = vars(modeling_llama) | {"eager_attention_forward": own}
-    forward: Any = FunctionType(base.forward.__code__, names, argdefs=base.forward.__defaults__)
+    eager = named or "eager_attention_forward"
+    code = code.replace(co_names=tuple(x.replace("eager_attention_forward", eager) for x in code.co_names))
+    forward: Any = FunctionType(code, names | {eager: own}, argdefs=base.forward.__defaults__)
     kind = type("Own", (base,), {"forward": forward, "__module__": __name__})
     if through_super:
         kind = type("Own", (kind,), {"forward": lambda x, **options: super(type(x), x).forward(**options)})
@@ -999,14 +1006,27 @@ def of_ones_own(*, bias: float, through_super: bool = False) -> Any:
     return model
 
 
+def _forward_of_ones_own(self: Any, *args: Any, **options: Any) -> Any:
+    own = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, _forward_of_ones_own
+    )
+    return own(self, *args, **options)
+
+
 def test_what_attention_of_ones_own_adds_is_not_lost() -> None:
     """It is refused, and so is an option that no pipeline reads, when it is given. Plain attention is sparse."""
     ids, recorder = tokens(60), DensityRecorder()
-    for through_super in (False, True):
+    for options in ({}, {"through_super": True}, {"of": "gemma2"}, {"of": "gpt_oss"}, {"named": "mine"}):
         with pytest.raises(ValueError, match=r"by the eager function of Own, a function of .*transformers that"):
-            attach(of_ones_own(bias=0.01, through_super=through_super).bfloat16(), SPARSE)
-    model = of_ones_own(bias=0.0, through_super=True)
-    assert_same_logits(model, lambda model: model(ids).logits, None)
+            attach(of_ones_own(bias=0.01, **options).bfloat16(), SPARSE)
+    patched = make("llama")
+    for layer in patched.model.layers:
+        layer.self_attn.forward = MethodType(_forward_of_ones_own, layer.self_attn)
+    with pytest.raises(ValueError, match=rf"a function of {__name__} that"):
+        attach(patched, SPARSE)
+    for options in ({"through_super": True}, {"of": "gemma2"}, {"of": "gpt_oss"}):
+        model = of_ones_own(bias=0.0, **options)
+        assert_same_logits(model, lambda model: model(ids).logits, None)
     model = of_ones_own(bias=0.0)
     assert_same_logits(model, lambda model: model(ids).logits, recorder)
     assert all_sparse(recorder)

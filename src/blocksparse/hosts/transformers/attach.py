@@ -28,7 +28,7 @@ from blocksparse.hosts.transformers.mask_request import (
     attends_several_times,
     uses_own_masks,
 )
-from blocksparse.hosts.transformers.own_function import eager_of, is_attention, refused_of
+from blocksparse.hosts.transformers.own_function import eager_of, forwards_of, is_attention, refused_of
 from blocksparse.hosts.transformers.prompt_mask import KnownPrompt, PrefillInPlace
 from blocksparse.layers.head_groups import Attention
 from blocksparse.layers.reused_mask import ReusedMask, shared
@@ -307,11 +307,17 @@ def _refuse_own_functions(configs: Iterable[Any], model: PreTrainedModel) -> Non
     for module in model.modules():
         kind = type(module)
         if _attends_by_itself(module) and asks_for_its_function(kind):
-            own = eager_of(kind)  # of the model's code, if nobody has put another one in its place
-            mine, does = _package(kind.__module__), f"attends by the eager function of {kind.__name__}"
-            _refuse_own(model, does, own, mine)
-            if mine != "transformers" and not is_attention(module):
-                raise _replaced(model, does, kind.__module__)
+            does, written = f"attends by the eager function of {kind.__name__}", _written_in(module)
+            # Of the model's code, if nobody has put another one in its place.
+            _refuse_own(model, does, eager_of(module), *map(_package, written))
+            mine = [name for name in written if _package(name) != "transformers"]
+            if mine and not is_attention(module):
+                raise _replaced(model, does, mine[0])
+
+
+def _written_in(module: nn.Module) -> set[str]:
+    """The Python modules of a class of attention and of its forward, which may have been put in since."""
+    return {type(module).__module__, *(str(x.__globals__.get("__name__")) for x in forwards_of(module))}
 
 
 def _refuse_own(model: PreTrainedModel, does: str, function: Any, *known: str) -> None:

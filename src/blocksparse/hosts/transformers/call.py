@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.output_capturing import _active_collector
 
 from blocksparse.batch.sequences import Sequences
-from blocksparse.hosts.transformers.own_function import BY_QUERY, ONLY_EAGER, eager_of
+from blocksparse.hosts.transformers.own_function import BY_QUERY, ONLY_EAGER, SINKS, eager_of
 from blocksparse.hosts.transformers.prompt_mask import PromptMask, as_numbers
 from blocksparse.inputs import MAX_HEAD_DIM
 from blocksparse.launch.torch_modes import is_checkpointed
@@ -66,7 +66,6 @@ _NOT_PLAIN = {
     "indices": "chosen keys",
     "block_indices": "chosen keys",
 }
-_SINKS = ("s_aux", "sinks")  # the names that models have for attention sinks
 
 
 def layer_of(module: nn.Module) -> int:
@@ -238,7 +237,7 @@ def _packed(layer: int, kwargs: dict[str, Any], query: Tensor, lengths: LastLeng
 
 def _sinks_in(kwargs: Mapping[str, Any]) -> Any:
     """The attention sinks that a model passes, or None."""
-    return next((kwargs[name] for name in _SINKS if kwargs.get(name) is not None), None)
+    return next((kwargs[name] for name in SINKS if kwargs.get(name) is not None), None)
 
 
 def unread_because(kwargs: Mapping[str, Any], q_heads: int) -> str | None:

@@ -9,29 +9,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-ONLY_EAGER = ("softcap", "s_aux", "sinks")
-BY_QUERY = ("position_bias", "s_aux", "sinks")  # `[B|1, Hq|1, M|1, N|1]`, if they have four dimensions
+from blocksparse.execute.dense_attention import dense_attention
+from blocksparse.spec import AttentionSpec
+
+SINKS = ("s_aux", "sinks")  # the names that models have for attention sinks
+ONLY_EAGER = ("softcap", *SINKS)
+BY_QUERY = ("position_bias", *SINKS)  # `[B|1, Hq|1, M|1, N|1]`, if they have four dimensions
 _OPTIONS = frozenset(ONLY_EAGER + BY_QUERY)
 _READ = ("sliding_window", "output_attentions")  # what else attached attention reads
-_TOKENS = 64  # on which a function is tried
+_TOKENS, _SCALE, _SOFTCAP = 64, 0.3, 1.0  # on which a function is tried
 
 
-def forwards_of(kind: type[nn.Module]) -> Iterator[FunctionType]:
-    """The forward of a class, and of its base classes as far as one calls the next."""
-    for base in kind.__mro__:
-        forward = inspect.unwrap(vars(base).get("forward", base))
+def forwards_of(of: type[nn.Module] | nn.Module) -> Iterator[FunctionType]:
+    """The forward of a class, or one put into a module, and of its base classes as far as one calls the next."""
+    kind, put_in = (of, ()) if isinstance(of, type) else (type(of), (vars(of).get("forward"),))
+    for found in (*put_in, *(vars(base).get("forward") for base in kind.__mro__)):
+        forward = inspect.unwrap(found) if callable(found) else found
+        forward = getattr(forward, "__func__", forward)
         if isinstance(forward, FunctionType):
             yield forward
             if "super" not in forward.__code__.co_names:
                 return
 
 
-def eager_of(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The function that the forward of a class names for "eager": most models have one, and some have several."""
-    for forward in forwards_of(kind):
+def eager_of(of: type[nn.Module] | nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The function that a forward names for "eager": most models have one, and some have several."""
+    for forward in forwards_of(of):
         names = (name for name in forward.__code__.co_names if name.endswith("eager_attention_forward"))
         if own := next((forward.__globals__[name] for name in names if name in forward.__globals__), None):
             return own  # type: ignore[no-any-return]
@@ -51,11 +56,11 @@ def refused_of(kind: type[nn.Module], *, eager: bool) -> frozenset[str]:
 def is_attention(module: nn.Module) -> bool:
     """Whether the own function of a module gives attention and adds nothing to it, as a bias.
 
-    A few tokens tell, whatever the function reads from its module. It is not tried where the class passes options.
+    A few tokens tell, whatever the function reads from its module. A function under another name is not found.
     """
-    own, some = eager_of(type(module)), next(module.parameters(), torch.empty(0))
-    if own is None or some.is_meta or not _OPTIONS.isdisjoint(_passed(type(module))):
-        return True
+    own, some = eager_of(module), next(module.parameters(), torch.empty(0))
+    if own is None or some.is_meta or "position_bias" in _passed(type(module)):
+        return own is not None
     # fp32 shows small biases too. A function that multiplies by weights needs their dtype.
     return any(_attends(own, module, some.device, dtype) for dtype in (torch.float32, some.dtype))
 
@@ -72,12 +77,18 @@ def _attends(own: Callable[..., Any], module: nn.Module, device: torch.device, d
     )
     seen = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=device).tril()
     mask = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
+    # Some read the sinks of their module, and others those that they are given.
+    sinks = next((x for name in SINKS if isinstance(x := getattr(module, name, None), Tensor)), None)
+    given = {"softcap": _SOFTCAP} | dict.fromkeys(SINKS if sinks is not None else (), sinks)
+    options = {name: value for name, value in given.items() if name in _passed(type(module))}
     with torch.no_grad():
         try:
-            out = own(module, q, k, v, mask, scaling=0.3, dropout=0.0)[0].transpose(1, 2)
+            out = own(module, q, k, v, mask, scaling=_SCALE, dropout=0.0, **options)[0].transpose(1, 2)
         except Exception:  # it needs what transformers' functions do not get
             return False
-        plain = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
+        sinks = None if sinks is None else sinks.detach().flatten()
+        spec = AttentionSpec(scale=_SCALE, softcap=options.get("softcap"), sinks=sinks)  # type: ignore[arg-type]
+        plain = dense_attention(q, k, v, spec)
     rounding = max(1e-4, 4 * torch.finfo(dtype).eps)
     return out.shape == plain.shape and torch.allclose(out.to(dtype), plain, atol=rounding)
 
