@@ -242,8 +242,9 @@ def either_way(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("without_kernel")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_kernel")
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_without_the_kernel(dtype: torch.dtype) -> None:
     """What every executor must guarantee; others here run with the kernel."""
     check_executor(bs.CpuExecutor(), dtype=dtype, head_dim=16, block=16)

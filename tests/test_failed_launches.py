@@ -109,8 +109,8 @@ def test_a_named_executor_says_so_in_a_sentence(
     ("named", "of_hopper", "D"),
     [
         (pipeline(bs.TritonExecutor(), 64), sparse_attention_hopper, 16),
-        (pipeline(bs.Int8Executor(False), 64), int8_attention_hopper, 64),
-        (bs.s2o(S=64, block=64), gather_attention_hopper, 64),
+        pytest.param(pipeline(bs.Int8Executor(False), 64), int8_attention_hopper, 64, marks=pytest.mark.slow),
+        pytest.param(bs.s2o(S=64, block=64), gather_attention_hopper, 64, marks=pytest.mark.slow),
     ],
 )
 def test_the_portable_kernel_runs_instead_of_hoppers(

@@ -55,7 +55,7 @@ def run(executor: bs.Executor[Any, Any], trace: AnyTrace, mask: bs.BlockMask | N
     return executor(trace.q, trace.k, trace.v, mask, asked(mask, trace.spec.scale))
 
 
-@law(40, 120, cases())
+@law(25, 120, cases())
 def test_the_output_is_attention_over_what_is_kept(device: str, case: Case) -> None:
     """Of a call too; and every causal query keeps its own key."""
     q, k, v = case.qkv(device)

@@ -165,7 +165,7 @@ def test_half_precision_is_scored_in_fp32(scorer: bs.Scorer[Any, Any], dtype: to
         torch.testing.assert_close(getattr(got, name).double(), getattr(want, name).double(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("held", [1, 5000])
+@pytest.mark.parametrize("held", [1, pytest.param(5000, marks=pytest.mark.slow)])
 @each("stage", (*stages.PERMUTERS, *stages.SCORERS), stages.name)
 def test_what_is_held_at_a_time_changes_nothing(stage: Any, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all does not fit at once, stages compute one row after the other, or a few, here in plain torch."""

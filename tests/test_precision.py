@@ -175,7 +175,7 @@ def test_autocast_takes_no_float64(device: str) -> None:
 
 
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_graph_converts_as_a_call_does(backend: str, inside: bool, device: str) -> None:
     """Autocast around a compiled function, and in it."""

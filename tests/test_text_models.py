@@ -93,7 +93,7 @@ def run(command: str, folder: Path, out: Path) -> int:
     options = {
         "inspect": f"{folder} {TEXT} --tokens 300 --preset mean_pooling(0.4,block=32) --json",
         "demo": f"--model {folder} --tokens 400 --preset mean_pooling(0.4,block=32)",
-        "tune": f"{folder} --tokens 900 800 --count 1 --minimise density",
+        "tune": f"{folder} --tokens 700 600 --count 1 --minimise density",
     }
     return main([command, *options[command].split(), "--out", str(out)])
 

@@ -57,6 +57,7 @@ def test_only_publishing_may_ask_for_an_identity() -> None:
         assert asks == (["publish"] if path.stem == "release" else [])
 
 
+@pytest.mark.slow
 def test_what_is_published_is_what_was_tested() -> None:
     """One job builds the packages; the others take those, and run no target that builds them anew."""
     release = jobs(WORKFLOWS[0])

@@ -488,7 +488,7 @@ def test_compiled_chunks_are_sparse(whole: bool) -> None:
 
 
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("cache", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_model_that_is_dense_says_so(cache: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Without a cache transformers makes masks inside of what is compiled; a log tells it when it is detached."""
     model, recorder = tiny_llama(num_hidden_layers=1), DensityRecorder()

@@ -352,7 +352,7 @@ def test_a_short_window_is_the_reason_however_few_keys_a_chunk_sees() -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("sparse", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_peak_memory_is_flat(name: str, sparse: bool) -> None:
     """Of layers with a window: nothing that is sparse, dense or eager grows with the square of a prompt."""
     config, largest = MODELS[name](), {}

@@ -174,10 +174,7 @@ def launch_within(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "D"),
     [
-        *(
-            pytest.param(name, 128, marks=[pytest.mark.slow] * (name not in ("auto", "s2o")))
-            for name in every_preset
-        ),
+        *(pytest.param(name, 128, marks=[pytest.mark.slow] * (name != "auto")) for name in every_preset),
         *(pytest.param(name, 256, marks=pytest.mark.slow) for name in ("pbs_attn", "minference", "s2o")),
     ],
 )

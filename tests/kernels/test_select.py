@@ -249,7 +249,7 @@ def test_heads_that_nobody_asks_for(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("of", ["peak", "row"])
-@pytest.mark.parametrize("kind", ["chunk", *OTHERS])
+@pytest.mark.parametrize("kind", ["chunk", *(pytest.param(x, marks=slow) for x in OTHERS)])
 def test_row_share(kind: str, of: Of, device: str) -> None:
     grid = make_grid(kind, device)
     values = a_mass(grid, 3.0, device).masked_fill(~grid.visible, 7.0)
@@ -375,6 +375,9 @@ def test_visiting_order_of_layouts(device: str) -> None:
 # Lines: verticals and slashes
 
 SIZES = (1, 64, 300)  # one line, a power of two, and what fills no block of the search
+lines_of_each_kind = pytest.mark.parametrize(
+    "kind", ["plain", "bad", *(pytest.param(x, marks=slow) for x in ("ties", "steep", "none"))]
+)
 
 
 def lines_of(n: int, kind: str, device: str) -> Tensor:
@@ -394,7 +397,7 @@ def numbers(*of_heads: float, device: str) -> Tensor:
     return torch.tensor(of_heads, dtype=torch.float64, device=device).view(1, -1, 1)
 
 
-@pytest.mark.parametrize("kind", ["plain", "ties", "steep", "none", "bad"])
+@lines_of_each_kind
 def test_fewest(kind: str, device: str) -> None:
     for n in SIZES:
         both = lines_of(n, kind, device), lines_of(n // 2 + 3, kind, device)
@@ -404,7 +407,7 @@ def test_fewest(kind: str, device: str) -> None:
             assert_same(fewest, *both, numbers(*mass, device=device), least, most)
 
 
-@pytest.mark.parametrize("kind", ["plain", "ties", "none", "bad"])
+@lines_of_each_kind
 def test_heaviest(kind: str, device: str) -> None:
     for n in SIZES:
         weight = lines_of(n, kind, device) - (0.5 if kind == "plain" else 0.0)

@@ -67,7 +67,14 @@ def wide(given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [pytest.param(DTYPES[0], marks=pytest.mark.slow), *DTYPES[1:]], ids=str)
 @pytest.mark.parametrize(
-    ("slots", "lead", "N", "D"), [(4, 3, 61, 16), (8, 0, 64, 24), (16, 5, 9, 16), (40, 0, 85, 8), (1, 0, 5, 16)]
+    ("slots", "lead", "N", "D"),
+    [
+        (4, 3, 61, 16),
+        (8, 0, 64, 24),
+        (16, 5, 9, 16),
+        (1, 0, 5, 16),
+        pytest.param(40, 0, 85, 8, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("padded_tail", [False, True])
 def test_means_have_the_bits_of_the_reference(
@@ -232,7 +239,7 @@ def test_queries_of_a_row_together(M: int, device: str) -> None:
 @pytest.mark.parametrize("changed", [
     {}, {"causal": False}, {"segment": 32}, {"high": 3, "wide": 8}, {"high": 16, "wide": 1}, {"high": 40, "wide": 1}, {"behind": 20},
 ], ids=repr)  # fmt: skip
-@pytest.mark.parametrize(("N", "M"), [(143, 122), (128, 128), (97, 1)])
+@pytest.mark.parametrize(("N", "M"), [(143, 122), (97, 1), pytest.param(128, 128, marks=pytest.mark.slow)])
 def test_cells_of_one_slot(N: int, M: int, changed: dict[str, Any], device: str) -> None:
     """Pooled tokens take a kernel of their own: whole tiles, tiles that reach none or some, spans of one and more."""
     q, k = qk(device, B=2, N=N, M=M, D=24, dtype=HALF)
@@ -268,7 +275,7 @@ def test_sampled_queries(M: int, window: int | None, device: str) -> None:
     torch.testing.assert_close(strided_mass(q, k, **ordered), got, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.parametrize("windowed", [False, True])
 def test_orders_of_cells_of_one_slot(
     windowed: bool, heads: int, device: str, monkeypatch: pytest.MonkeyPatch

@@ -406,7 +406,7 @@ def test_stages_of_users_that_differ_share_nothing(device: str) -> None:
     """Also where their own equality takes them for one."""
     stages = [(Power(2), 2), (Power(2.0), 1), (Power(2.0, 2), 2), (Power(2.0, 1, -1.0), 3)]
     assert len({stage for stage, _ in stages}) == 1
-    for seed in range(4):
+    for seed in range(3):
         call = inputs(seed, device)
         for stage, k in stages:
             expected = quick(selector=bs.TopK(k), replay=False)(*call)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from tests.papers.readings import CASES, Small, small
+from tests.papers.readings import Small, small, some_cases
 from torch import Tensor
 
 import blocksparse as bs
@@ -39,10 +39,11 @@ def reading(case: Small, head: int, query: int) -> tuple[Tensor, set[int]]:
     return weight @ case.v.repeat_interleave(case.q.shape[1] // case.v.shape[1], 1)[0, head, kept], left
 
 
-def test_outputs_and_what_was_left_out() -> None:
+@some_cases
+def test_outputs_and_what_was_left_out(cases: range) -> None:
     pipeline = bs.skip_softmax(FACTOR, block=8)
     left_out = 0
-    for seed in range(CASES):
+    for seed in cases:
         case = small(seed, causal=seed % 3 > 0, most=40)
         case = evolve(case, q=8 * case.q[:, :, -5:])
         trace = pipeline.trace(case.q, case.k, case.v, causal=case.causal)
@@ -54,7 +55,7 @@ def test_outputs_and_what_was_left_out() -> None:
                 visited[0, head, (query + case.offset) // 8 - case.offset // 8, sorted(blocks)] = True
         assert torch.equal(trace.visited.keep, visited)
         left_out += int((trace.mask.keep & ~visited).sum())
-    assert left_out > 50
+    assert left_out > len(cases) // 4
 
 
 def test_a_short_prompt_is_attended_exactly() -> None:

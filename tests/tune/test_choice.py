@@ -290,14 +290,14 @@ def test_where_losses_follow_the_law_fewer_runs_suffice() -> None:
 
 
 def test_another_budget_runs_only_what_it_needs() -> None:
-    layers = Layers(0)
+    layers = Layers(0, UNITS[:15])
     choice = layers.choice()
     first = choice((0.01, 0.05))
     runs = len(layers.run)
     assert choice((0.01, 0.05)) == first
     assert len(layers.run) == runs
     choice((0.012, 0.06))
-    assert len(layers.run) <= runs + 60
+    assert len(layers.run) <= runs + 30
 
 
 def test_what_costs_as_much_as_dense_attention_is_never_run() -> None:

@@ -257,7 +257,7 @@ def test_a_plan_for_a_model_without_one_head(saved: Path, head: int) -> None:
 
 def test_a_plan_knows_each_of_many_heads() -> None:
     """In rows and in columns, also of a weight that is packed into one column."""
-    network, heads, size = tiny.network(), 128, 16
+    network, heads, size = tiny.network(), 128, 4
     weight = torch.nn.Parameter(torch.ones(heads * size, heads * size), requires_grad=False)
     attention = network.model.layers[1].self_attn
     for shape in ((heads * size, heads * size), (-1, 1)):

@@ -35,7 +35,7 @@ needs_kernel = pytest.mark.skipif(not there, reason="the kernel is not compiled 
 
 
 @needs_kernel
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", [0, 10, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 30))])
 def test_generated_cases(first: int) -> None:
     """Blocks, strides, tails, windows, orders, softcap, sinks, dtypes; with one thread and with three."""
     threads = torch.get_num_threads()

@@ -51,7 +51,7 @@ def pipeline(block: int = 16, keep: float = 0.3, order: Any = None) -> bs.Pipeli
     return bs.Pipeline(order or bs.Identity(), stages.AnyOrder(block), bs.TopK(share=keep), bs.ReferenceExecutor())
 
 
-@pytest.mark.parametrize(("block", "tile"), [(16, 16), (32, 16)])
+@pytest.mark.parametrize(("block", "tile"), [(16, 16), pytest.param(32, 16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "call", [{}, {"causal": False}, {"window": 70}, {"softcap": 2.0}, {"sinks": 0.5}], ids=str
 )
@@ -103,7 +103,7 @@ def test_one_mask_for_each_kv_head(device: str) -> None:
     assert_right(arguments)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("bad", [float("nan"), 1e30, pytest.param(float("inf"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_what_is_not_finite_stays_with_those_who_see_it(bad: float, which: str, device: str) -> None:
     """A query has the bits that it has without it, unless it takes it; then its output is not finite either."""
