@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 pytest.importorskip("diffusers")
 
 import diffusers
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
-from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from tests.hosts.diffusion_models import CASES, LARGE, SMALL, TEXT, Case, at, given, positions
 from tests.hosts.diffusion_pipelines import PIPELINES
 from tests.specs import not_none
@@ -571,6 +573,44 @@ def test_a_mask_of_ones_own_is_dense() -> None:
     with attached(model, bs.Schedule(SPARSE, dense=(0,)), recorder=recorder):
         assert torch.equal(run(model, inputs), expected)
     assert recorder.dense_calls()[1] == recorder.dense_calls()[2] == Counter({"mask": 1})
+
+
+class Regions(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
+    """A processor of a user's own, which hides some cells."""
+
+    def __call__(self, attn: Any, states: Tensor, *, attention_mask: Tensor, **options: Any) -> Any:
+        shown = torch.arange(attention_mask.shape[-1]) >= 20
+        return super().__call__(attn, states, attention_mask=attention_mask & shown, **options)
+
+
+class WithoutTheDispatcher(FluxAttnProcessor):  # type: ignore[misc]
+    """A processor of a user's own, which has a backend as its base class does, and calls PyTorch's function."""
+
+    def __call__(self, attn: Any, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        q, k, v = (
+            f(states).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for f in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2, 3)
+
+
+def test_processors_of_ones_own() -> None:
+    """Their masks are no padding, which attention would leave out by itself."""
+    model, inputs, recorder = made(CASES["hunyuan_video"]), given(CASES["hunyuan_video"], SMALL), DensityRecorder()
+    plain = run(model, inputs)
+    model.transformer_blocks[0].attn.set_processor(Regions())
+    expected = run(model, inputs)
+    assert (expected - plain).abs().max() > 1e-3
+    with attached(model, DENSE_LIMIT, recorder=recorder):
+        assert (run(model, inputs) - expected).abs().max() <= 1e-6
+    assert recorder.dense_calls() == {0: Counter({"mask": 1})}
+    model, inputs, recorder = made(CASES["flux"]), given(CASES["flux"], SMALL), DensityRecorder()
+    model.single_transformer_blocks[0].attn.set_processor(WithoutTheDispatcher())
+    with attached(model, recorder=recorder):
+        run(model, inputs)
+        assert recorder.sparse_calls() == {0: 1, 1: 1, 2: 1}
+        model.single_transformer_blocks[0].attn.processor._attention_backend = "native"
+        with pytest.raises(RuntimeError, match=r"backend of single_transformer_blocks\.0\.attn was changed while"):
+            run(model, inputs)
 
 
 @pytest.mark.parametrize("attaches_first", [True, False])

@@ -135,6 +135,7 @@ class DiffusersAdapter:
         dense_steps: denoising steps that are dense.
         min_tokens: calls with fewer tokens are dense.
         cache: keeps masks for several steps. None if each call chooses.
+        masking: layers whose processors are not of diffusers, so that their masks may hide more than padding.
     """
 
     family: Family
@@ -145,6 +146,7 @@ class DiffusersAdapter:
     recorder: DensityRecorder | None
     audit: Audit | None = None
     cache: MaskCache | None = None
+    masking: set[int] = field(factory=set)
     now: ForwardCall = _NO_CALL
     schedule: StepSchedule = field(init=False)  # of the step of the last forward call
     _steps: StepCounter = field(init=False)
@@ -315,7 +317,7 @@ class DiffusersAdapter:
             return "other tokens"
         if attn_mask is not None:
             # Numbers are added to the logits, also 1 for tokens that are real; FlexAttention has masks of its own.
-            if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
+            if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool or layer in self.masking:
                 return "mask"
             if not (layout.real and len(layout.real) == q.shape[0] and text == layout.text):
                 return "mask"

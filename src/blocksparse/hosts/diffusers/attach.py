@@ -23,6 +23,7 @@ from blocksparse.hosts.diffusers.backend import (
     REDIRECT,
     DispatcherBackend,
     Redirect,
+    dispatches,
     own_of,
     stand_in,
 )
@@ -51,9 +52,11 @@ class Layer:
 
     def check(self) -> None:
         """Refuse a module whose attention was changed since it was attached."""
+        route = self.route
+        backend = route.name if isinstance(route, DispatcherBackend) else getattr(self.own, BACKEND, None)
         if self.module.processor is not self.stand_in:
             changed = "processor"
-        elif isinstance(self.route, DispatcherBackend) and getattr(self.stand_in, BACKEND) is not self.route.name:
+        elif getattr(self.stand_in, BACKEND, None) is not backend:
             changed = "attention backend"
         else:
             return
@@ -313,9 +316,11 @@ def _layers(
             raise ValueError(f"{name} of {type(model).__name__} has no attention processor")
         if hasattr(own, OWN):
             raise ValueError(f"{type(model).__name__} is attached already. Call detach() on that pipeline first.")
+        if masks := not type(own).__module__.startswith("diffusers."):
+            adapter.masking.add(layer)
         # What layers share is compiled once. One pipeline in several layers is one object.
-        asks = hasattr(own, BACKEND) and not adapter.family.redirected
-        route = layer if apart else id(attentions[layer]), getattr(own, BACKEND) if asks else REDIRECT
+        asks = dispatches(own) and not adapter.family.redirected
+        route = layer if apart else id(attentions[layer]), masks, getattr(own, BACKEND) if asks else REDIRECT
         if route not in routes and not asks:
             routes[route] = Redirect(layer, adapter)
         elif route not in routes:

@@ -6,9 +6,11 @@ their calls of it are redirected. Either way the processor's own code runs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import cache
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -167,6 +169,16 @@ class _Redirected(TorchFunctionMode):
         if func is Tensor.unflatten:
             func = torch.unflatten  # Dynamo traces the function, and not the method in Python
         return func(*args, **(kwargs or {}))
+
+
+def dispatches(processor: Any) -> bool:
+    """Whether a processor calls diffusers' dispatcher, which one that derives from such a class may not do."""
+    for kind in type(processor).__mro__ if hasattr(processor, BACKEND) else ():
+        if isinstance(call := inspect.unwrap(vars(kind).get("__call__", kind)), FunctionType):
+            names = call.__code__.co_names
+            if dispatch_attention_fn.__name__ in names or "super" not in names:
+                return dispatch_attention_fn.__name__ in names
+    return False
 
 
 def stand_in(processor: Any, to: DispatcherBackend | Redirect) -> Any:
