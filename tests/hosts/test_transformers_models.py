@@ -41,6 +41,7 @@ from transformers.models.llama import modeling_llama
 
 from blocksparse import AutoExecutor, FlashAttention4Executor, HeadGroups
 from blocksparse.hosts.transformers import DensityRecorder, attach
+from blocksparse.hosts.transformers.mask_request import attends_several_times
 from blocksparse.hosts.transformers.prompt_mask import PromptMask
 from blocksparse.layers.schedule import Schedule
 
@@ -613,6 +614,33 @@ def test_a_choice_is_not_shared_by_layers_that_attend_twice() -> None:
         model(tokens(80), use_cache=False)
     assert recorder.sparse_calls() == {0: 2}
     assert recorder.dense_calls() == {1: {"no pipeline for this layer": 2}}
+
+
+class OnePart(nn.Module):
+    def forward(self, x: Any, whole: bool) -> Any:
+        attend: Any = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if whole:
+            return attend(self, x)
+        return attend(self, x[0])
+
+
+class EachPart(nn.Module):
+    def forward(self, x: Any) -> Any:
+        attend: Any = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return [attend(self, part) for part in x]
+
+
+class BothParts(nn.Module):
+    def forward(self, x: Any, whole: bool) -> Any:
+        attend: Any = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if not whole:
+            attend(self, x[0])
+            attend(self, x[1])
+        return attend(self, x) if whole else None
+
+
+def test_layers_that_attend_twice_in_a_loop_or_a_branch() -> None:
+    assert [attends_several_times(kind) for kind in (OnePart, EachPart, BothParts)] == [False, True, True]
 
 
 def test_a_schedule_by_layer_takes_layers_beside_which_images_are_seen() -> None:

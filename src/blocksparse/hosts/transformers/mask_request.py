@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from types import FunctionType
 from typing import Any
@@ -205,10 +205,7 @@ def asks_for_its_function(module: type[nn.Module]) -> bool:
 
 
 def attends_several_times(module: type[nn.Module]) -> bool:
-    """Whether the forward of a module calls the function that it asks for several times, as DiffLlama's does.
-
-    Calls in the branches of an `if` are not counted, since only one of them may run.
-    """
+    """Whether the forward of a module may call the function that it asks for several times (DiffLlama)."""
     for forward in forwards_of(module):
         body = _parsed(forward)
         asked = {
@@ -217,11 +214,25 @@ def attends_several_times(module: type[nn.Module]) -> bool:
             for x in ast.walk(function)
             if isinstance(x, ast.Assign | ast.AnnAssign) and x.value is not None and _ASKS in ast.unparse(x.value)
         }
-        steps = (x for function in body for x in function.body if not isinstance(x, ast.If))
-        calls = (x for step in steps for x in ast.walk(step) if isinstance(x, ast.Call))
-        if sum(ast.unparse(x.func) in asked for x in calls) > 1:
+        if any(_calls(function.body, asked) > 1 for function in body):
             return True
     return False
+
+
+def _calls(steps: Sequence[ast.AST], of: set[str]) -> int:
+    """How often steps call one of these at most: a loop twice, and of the branches of an `if` one."""
+    times = 0
+    for i, step in enumerate(steps):
+        if isinstance(step, ast.If):
+            then, otherwise = _calls(step.body, of), _calls(step.orelse, of)
+            if isinstance(step.body[-1], ast.Return):
+                return times + max(then, otherwise + _calls(steps[i + 1 :], of))
+            times += max(then, otherwise)
+        else:
+            loops = isinstance(step, ast.For | ast.While | ast.ListComp | ast.GeneratorExp)
+            is_call = isinstance(step, ast.Call) and ast.unparse(step.func) in of
+            times += is_call + (1 + loops) * _calls(list(ast.iter_child_nodes(step)), of)
+    return times
 
 
 def uses_own_masks(module: type[nn.Module]) -> str | None:
