@@ -77,13 +77,11 @@ def test_lse_is_put_back_like_the_output() -> None:
 
 def test_a_value_per_query_head_is_of_the_group_in_its_order() -> None:
     q, k, v = make_qkv(**SIZES)
-    by_head = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
-    whole = Pipeline(Identity(), MeanPoolScorer(16), TopCdf(by_head), ReferenceExecutor())
-    parts = [
-        Pipeline(Identity(), MeanPoolScorer(16), TopCdf(value), ReferenceExecutor())
-        for value in ([0.7, 0.8, 0.1, 0.2], [0.3, 0.4, 0.5, 0.6])
-    ]
-    trace, expected = HeadGroups({(3, 0): parts[0], (1, 2): parts[1]}).trace(q, k, v), whole.trace(q, k, v)
+    whole, outer, inner = (
+        Pipeline(Identity(), MeanPoolScorer(16), TopCdf([x / 10 for x in by_head]), ReferenceExecutor())
+        for by_head in (range(1, 9), (7, 8, 1, 2), (3, 4, 5, 6))
+    )
+    trace, expected = HeadGroups({(3, 0): outer, (1, 2): inner}).trace(q, k, v), whole.trace(q, k, v)
     assert torch.equal(trace.density(), expected.density())
     torch.testing.assert_close(trace.output.out, expected.output.out, rtol=1e-9, atol=1e-12)
 

@@ -394,9 +394,6 @@ def test_a_call_is_then_dense_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         shorter(q, k, v)
 
 
-# What the papers' released codes got wrong, where no stage's own test holds it
-
-
 @pytest.mark.parametrize("preset", every_preset.values(), ids=every_preset)
 def test_density_is_the_same_count_everywhere(preset: Any, device: str) -> None:
     """Pairs in visited blocks over the pairs that dense attention visits, a tail by its tokens."""

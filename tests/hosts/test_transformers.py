@@ -88,16 +88,20 @@ SPARSE_MODELS = ("llama", "qwen3", "deepseek_v3")
 """Models in which nothing stands against a pipeline."""
 
 
-def make(name: str, **other: Any) -> Any:
-    """A tiny random model with weights large enough for attention to be far from uniform."""
+def random_model(build: Any, config: Any, std: float = 0.1) -> Any:
+    """With weights large enough for attention to be far from uniform."""
     torch.manual_seed(0)
-    config = MODELS[name]()
-    config.update(other)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = build(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.normal_(std=0.3)
+            parameter.normal_(std=std)
     return model
+
+
+def make(name: str, **other: Any) -> Any:
+    config = MODELS[name]()
+    config.update(other)
+    return random_model(transformers.AutoModelForCausalLM.from_config, config, std=0.3)
 
 
 def tokens(length: int, *, batch: int = 1) -> Tensor:

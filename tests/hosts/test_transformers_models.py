@@ -33,12 +33,14 @@ from tests.hosts.test_transformers import (
     assert_same_logits,
     attached,
     make,
+    random_model,
     tokens,
 )
 from tests.largest import Largest
 from tests.stages import DenseBelow
 from transformers.models.llama import modeling_llama
 
+import blocksparse.hosts.transformers.call as integration
 from blocksparse import AutoExecutor, FlashAttention4Executor, HeadGroups
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.hosts.transformers.mask_request import attends_several_times
@@ -67,15 +69,6 @@ TABLE: dict[str, tuple[list[int], set[str]]] = {
 }
 SEQ2SEQ: dict[str, Any] = {"d_model": 32, "decoder_start_token_id": 1, "pad_token_id": 0, "vocab_size": VOCABULARY}
 LAYERS_OF = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-
-
-def random_model(build: Any, config: Any, std: float = 0.1) -> Any:
-    torch.manual_seed(0)
-    model = build(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(std=std)
-    return model
 
 
 def assert_same(actual: Tensor, expected: Tensor, rounding: float = 0.0) -> None:
@@ -212,8 +205,6 @@ def test_dense_attention_holds_a_few_rows_of_logits(
     name: str, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither logits nor a mask of all pairs, in windows and where the model's own function runs."""
-    import blocksparse.hosts.transformers.call as integration
-
     own = name in ("gemma2", "gpt_oss")
     if own:  # as under torch.compile
         monkeypatch.setattr(integration, "unread_because", lambda *_: "softcap or sinks")
@@ -306,8 +297,6 @@ def test_weights_of_a_module_that_has_a_function_of_another_name() -> None:
 @pytest.mark.parametrize("heads", [1, 4])
 def test_masks_of_one_row_are_for_all_queries(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the model's own function runs a few queries at a time."""
-    import blocksparse.hosts.transformers.call as integration
-
     monkeypatch.setattr(integration, "LOGITS_AT_ONCE", 1)
     model, (q, k, v) = make("gemma2"), (torch.randn(2, n, 50, 8) for n in (4, 2, 2))
     added = torch.zeros(2, heads, 1, 50).masked_fill(torch.rand(2, heads, 1, 50) < 0.3, -1e9)
@@ -324,8 +313,6 @@ def test_masks_of_one_row_are_for_all_queries(heads: int, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not hasattr(transformers, "Inkling2TextConfig"), reason="transformers is too old")
 def test_a_sink_for_each_query_goes_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inkling 2 has them, `[B, Hq, M, 1]`, and a position bias."""
-    import blocksparse.hosts.transformers.call as integration
-
     monkeypatch.setattr(integration, "LOGITS_AT_ONCE", 1)
     model, ids, recorder = small_model("inkling2_text"), tokens(80), DensityRecorder()
     assert_as_alone(model, lambda model: model(ids).logits, recorder)

@@ -99,18 +99,23 @@ def fitted(
     return plan_that_fits(partial(choose, units), [unit[0] for unit in units], budgets, measure, rounds)
 
 
+def losing(text: float, answers: float) -> Callable[[list[Option]], Try]:
+    """Layers together lose so many times what they lose alone."""
+
+    def measure(taken: list[Option]) -> Try:
+        of_text, of_answers = (sum(option.losses[i] for option in taken) for i in (0, 1))
+        return Try(0.5, text * of_text, answers * of_answers, 0, 0.0, ())
+
+    return measure
+
+
 @pytest.mark.parametrize("grows", [0.5, 1.0, 2.5])
 def test_what_a_plan_really_loses_keeps_the_budget_and_uses_it(grows: float) -> None:
     """Losses of single layers add up to less or more than what they lose together."""
     units = [
         [Option("dense", 1.0, (0.0, 0.0)), *(Option(f"{i}", 1 - i / 20, (i / 1000, 0.0)) for i in range(1, 20))]
     ] * 6
-
-    def measure(taken: list[Option]) -> Try:
-        text = grows * sum(option.losses[0] for option in taken)
-        return Try(0.5, text, 0.0, 0, 0.0, ())
-
-    taken, tried, tries = fitted(units, (0.05, 0.1), measure, rounds=8)
+    taken, tried, tries = fitted(units, (0.05, 0.1), losing(grows, 1.0), rounds=8)
     assert tried.text_kl == grows * sum(option.losses[0] for option in taken)
     assert 0.04 <= tried.text_kl <= 0.05
     assert tried in tries
@@ -148,11 +153,7 @@ def test_no_plan_is_verified_that_is_hardly_cheaper() -> None:
     units = [
         [Option("dense", 1.0, (0.0, 0.0)), Option("a", 0.100, (0.01, 0.0)), Option("b", 0.099, (0.05, 0.0))]
     ] * 3
-
-    def measure(taken: list[Option]) -> Try:
-        return Try(0.5, sum(option.losses[0] for option in taken), 0.0, 0, 0.0, ())
-
-    taken, _, tries = fitted(units, (0.06, 0.1), measure, rounds=6)
+    taken, _, tries = fitted(units, (0.06, 0.1), losing(1.0, 1.0), rounds=6)
     assert [option.name for option in taken] == ["a"] * 3
     assert len(tries) == 1
 
@@ -165,12 +166,7 @@ def test_a_budget_that_did_not_bind_is_lowered_to_where_it_does() -> None:
             *(Option(f"{i}", 1 - i / 50, (i / 1000, i / 600)) for i in range(1, 50)),
         ]
     ] * 6
-
-    def measure(taken: list[Option]) -> Try:
-        text, answers = (sum(option.losses[i] for option in taken) for i in (0, 1))
-        return Try(0.5, 0.5 * text, 1.5 * answers, 0, 0.0, ())
-
-    taken, tried, tries = fitted(units, (0.05, 0.2), measure, rounds=6)
+    taken, tried, tries = fitted(units, (0.05, 0.2), losing(0.5, 1.5), rounds=6)
     assert 0.17 <= tried.answer_kl <= 0.2
     assert tried.text_kl <= 0.05
     assert len(tries) <= 5

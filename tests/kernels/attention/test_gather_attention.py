@@ -23,6 +23,7 @@ from tests.meaning import pairs_of
 from tests.specs import grid_of
 
 pytest.importorskip("triton")
+from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper, tile_options
 from blocksparse.kernels.attention.gather_attention_triton import gather_attention_triton
 
 # The interpreter is slow.
@@ -197,8 +198,6 @@ def test_what_the_kernel_for_hopper_takes(changed: dict[str, Any], fits: bool) -
 @pytest.mark.parametrize(("q_block", "k_block"), [(64, 32), (64, 64), (64, 192), (128, 32), (128, 64), (128, 512)])
 def test_tiles_for_hopper_fit(q_block: int, k_block: int, D: int) -> None:
     """The loader works a tile ahead, so there are two stages at least."""
-    from blocksparse.kernels.attention.gather_attention_hopper import tile_options
-
     tiles = tile_options(q_block, k_block, D)
     keys = tiles["BLOCK_N"] * tiles["STAGES"]
     assert tiles["STAGES"] >= 2
@@ -228,8 +227,6 @@ def test_hopper(
     N: int, M: int, D: int, block: int, k_block: int, causal: bool, permuter: bs.Permuter[Any], rule: dict[str, Any],
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper
-
     q, k, v = make_qkv(B=2, N=N, M=M, Hq=4, Hkv=2, D=D, dtype=dtype, device="cuda")
     near = getattr(permuter, "near", 0)
     call = arguments(q, k, v, permuter=permuter, block=block, k_block=k_block, causal=causal, band=near, **rule)
@@ -244,8 +241,6 @@ def test_hopper(
 @needs_hopper
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_hopper_takes_any_scale(scale: float) -> None:
-    from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper
-
     q, k, v = make_qkv(N=500, D=64, dtype=torch.float16, device="cuda")
     call = arguments(q, k, v, permuter=GlobalIndexMap(256), block=128)
     assert_right(evolve(call, scale=scale), gather_attention_hopper)
@@ -254,8 +249,6 @@ def test_hopper_takes_any_scale(scale: float) -> None:
 @needs_hopper
 def test_hopper_reads_no_empty_slot() -> None:
     """What lies at key 0 must not meet a slot that holds none: nothing times infinity is not nothing."""
-    from blocksparse.kernels.attention.gather_attention_hopper import gather_attention_hopper
-
     q, k, v = make_qkv(N=300, D=64, dtype=torch.bfloat16, device="cuda")
     call = arguments(q, k, v, permuter=bs.Identity(), block=128, causal=False, keep=1.1, tau=0.0)
     k_position = call.positions.k_position.clone()

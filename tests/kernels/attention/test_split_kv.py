@@ -49,15 +49,15 @@ def first_of_batch(lists: BlockPlan) -> BlockPlan:
     return evolve(lists, **some)
 
 
-def attend_by_entry(
-    splits: SplitKV, q: Tensor, k: Tensor, v: Tensor, grid: bs.Grid, out: Tensor, lse: Tensor, scale: float,
-    sinks: Tensor | None = None,
-) -> None:  # fmt: skip
+def attended_by_entry(
+    q: Tensor, k: Tensor, v: Tensor, lists: BlockPlan, tile: int, grid: bs.Grid, scale: float, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the attention kernel does with the work list, in float64 torch; references are rounded to fp32, as there.
 
     Sinks join the lists that are not split.
     """
-    lists, tile = splits.lists, splits.tile
+    splits = not_none(split_kv((2, q.shape[1]), (1, N), 24, lists, tile))
+    out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
     index = lists.index.expand(q.shape[0], -1, -1, -1)
     group, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2] if grid.causal else k.shape[2]
     q, k, v = q.double() * scale / math.log(2), k.double(), v.double()
@@ -89,6 +89,8 @@ def attend_by_entry(
         else:
             splits.out[slot, : len(query), : v.shape[3]] = mean.float()
             splits.sums[slot, :, : len(query)] = torch.stack((reference, total.float()))
+    splits.combine(out, lse, sinks)
+    return out, lse
 
 
 def large_logits(
@@ -121,10 +123,7 @@ def test_combined_splits_are_the_whole(
         q, k, bs.GlobalPermutation(), q_block=q_block, k_block=k_block, causal=causal, heads=heads
     )
     lists = first_of_batch(lists) if one_mask else lists
-    splits = not_none(split_kv((2, q.shape[1]), (1, N), 24, lists, tile))
-    out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
-    attend_by_entry(splits, q, k, v, grid, out, lse, 0.2)
-    splits.combine(out, lse)
+    out, lse = attended_by_entry(q, k, v, lists, tile, grid, 0.2)
     in_float64 = sparse_attention_reference(q.double(), k.double(), v.double(), lists, grid.positions, scale=0.2)
     torch.testing.assert_close(out, in_float64[0].float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, in_float64[1], rtol=1e-4, atol=1e-5)
@@ -136,11 +135,8 @@ def test_splits_of_large_logits_are_the_whole(size: float, device: str) -> None:
     """With a sink that weighs as much as the keys, whose product with log2(e) fp32 rounds, and without one."""
     q, k, v, scale = large_logits(size, M, 8, 24, torch.float32, device)
     lists, grid = lists_of_any_length(q, k, bs.GlobalPermutation(), q_block=128, k_block=128, causal=True)
-    splits = not_none(split_kv((2, q.shape[1]), (1, N), 24, lists, 128))
     sinks = torch.tensor([float("-inf"), size + 12], device=device)
-    out, lse = q.new_full((2, 2, M, 24), 7.0), q.new_full((2, 2, M), 7.0)
-    attend_by_entry(splits, q, k, v, grid, out, lse, scale, sinks)
-    splits.combine(out, lse, sinks)
+    out, lse = attended_by_entry(q, k, v, lists, 128, grid, scale, sinks)
     assert_exact_logits(out, lse, q, k, v, lists, grid, scale, sinks, 1e-5)
 
 
