@@ -22,7 +22,7 @@ from blocksparse.testing import every_preset
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT
 from blocksparse.tools.demo.measure import MethodResult, Prompt, build, measure, perplexity
-from blocksparse.tools.demo.model import Model, dtype_for, load
+from blocksparse.tools.demo.model import Model, dtype_for
 from blocksparse.tools.demo.picture import Panel, draw, pooled_attention
 from blocksparse.tools.demo.run import DemoSettings, _picture, legend, table
 from blocksparse.tools.demo.watch import watch
@@ -86,19 +86,11 @@ def test_perplexity_counts_the_text_only_and_has_the_cap_of_the_model() -> None:
     assert found == pytest.approx(float(loss.exp()), rel=1e-5)
 
 
-def test_presets_select_in_prompts_of_any_length(tiny: Path) -> None:
-    ids = torch.randint(256, (1, 50), generator=torch.Generator().manual_seed(0))
-    model = load(tiny, device=torch.device("cpu"))
-    prompt, pipeline = Prompt(ids, torch.ones(50).bool(), "", "", "1", 0), bs.mean_pooling(0.1, block=16)
-    assert measure(model, prompt, "mean_pooling", pipeline).density < 0.9
-
-
 def test_the_executor_is_none_where_layers_stayed_dense(tokenizer: Any) -> None:
-    """Gemma 2 has a softcap in all layers, and a window of 48 tokens in the first."""
-    ids = torch.randint(256, (1, 300), generator=torch.Generator().manual_seed(0))
-    model, prompt = Model(small_model("gemma2"), tokenizer, "gemma2", ids.device), Prompt(
-        ids, torch.ones(300).bool(), "", "", "1", 0
-    )  # fmt: skip
+    """Gemma 2 has a softcap in all layers, and a window of 48 tokens in the first. A prompt may be short."""
+    ids = torch.randint(256, (1, 50), generator=torch.Generator().manual_seed(0))
+    model = Model(small_model("gemma2"), tokenizer, "gemma2", ids.device)
+    prompt = Prompt(ids, torch.ones(50).bool(), "", "", "1", 0)
     dense = measure(model, prompt, "dense", None, keep_layer=1)
     window = "a sliding window of fewer than min_window"
     some = measure(model, prompt, "a", bs.mean_pooling(0.1, block=16), warm_up=dense.qkv)

@@ -412,7 +412,7 @@ def test_what_the_kernel_for_hopper_does_not_take_takes_the_portable_one(
 
 
 @needs_triton
-def test_values_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_may_lie_anywhere_where_triton_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """8-bit values are made anew, and the kernel's launch moves others that the copy engine cannot read."""
     monkeypatch.setattr(int8, "is_hopper", lambda device: True)
     q, k, v = halves()
@@ -420,13 +420,7 @@ def test_values_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = mask_of(q, k, bs.GlobalPermutation())
     for fp8_pv in (True, False):
         assert bs.Int8Executor(fp8_pv=fp8_pv).unsupported(q, k, v, mask, asked(mask)) == []
-
-
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "is_hopper", lambda device: True)
     monkeypatch.setattr(int8, "find_spec", lambda name: None)
-    q, k, v = halves()
-    mask = mask_of(q, k, bs.GlobalPermutation())
     assert bs.Int8Executor().unsupported(q, k, v, mask, asked(mask)) == ["triton is not installed"]
 
 

@@ -119,11 +119,6 @@ def test_up_to_which_length_auto_keeps_everything() -> None:
     assert not selector.keeps_everything(4 * tokens, 4 * tokens, causal=True)
 
 
-def test_a_cpu_has_no_limit_on_work() -> None:
-    q = torch.empty(1, 32, 200, 128)
-    assert bs.AutoExecutor().dense_because(q, q, q, SPEC) is None
-
-
 def in_vllm(**options: Any) -> str | None:
     head_size = options.pop("head_dim", 128)
     return dense_because(

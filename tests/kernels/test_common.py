@@ -51,7 +51,6 @@ def _parameters(function: Any) -> list[tuple[str, object, object]]:
 
 @pytest.mark.parametrize("name", _OPERATIONS)
 def test_a_kernel_has_the_signature_of_its_operation(name: str) -> None:
-    pytest.importorskip("triton")
     operation: Any = _OPERATIONS[name]
     while isinstance(operation, Dispatched):
         kernel, mine = _parameters(operation.kernel()), _parameters(operation.reference)
