@@ -658,9 +658,10 @@ def test_fused_projections_and_half_precision(name: str) -> None:
 
 
 def test_image_prompts() -> None:
-    """The second attention of their processor is to the image prompt."""
+    """The second attention of their processor is to the image prompt; copies have its newest scale."""
     model, inputs, recorder = made(CASES["flux"]), given(CASES["flux"], SMALL), DensityRecorder()
-    model.transformer_blocks[0].attn.set_processor(FluxIPAdapterAttnProcessor(32, 16, (4,)))
+    attention = model.transformer_blocks[0].attn
+    attention.set_processor(FluxIPAdapterAttnProcessor(32, 16, (4,)))
     inputs["joint_attention_kwargs"] = {"ip_hidden_states": [torch.randn(1, 1, 4, 16)]}
     expected = run(model, inputs)
     with attached(model, DENSE_LIMIT, recorder=recorder):
@@ -668,6 +669,12 @@ def test_image_prompts() -> None:
     assert recorder.sparse_calls() == {0: 1, 1: 1, 2: 1}
     assert recorder.dense_calls() == {0: Counter({"cross attention": 1})}
     assert torch.equal(run(model, inputs), expected)
+    with attached(model):
+        attention.processor.scale = [0.0]  # as pipelines do
+        copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert not torch.equal(run(model, inputs), expected)
+    assert torch.equal(run(copied, inputs), run(model, inputs))
+    assert torch.equal(run(pickled, inputs), run(model, inputs))
 
 
 def test_ring_and_uneven_parts_are_dense() -> None:
@@ -744,22 +751,6 @@ def test_an_interrupt_from_the_keyboard() -> None:
     assert (run(model, inputs) - dense).abs().max() > 1e-2
     attachment.detach()
     assert torch.equal(run(model, inputs), dense)
-
-
-def test_copies_have_what_was_set_since() -> None:
-    """The scale of an image prompt, which pipelines set on the processor."""
-    model, inputs = made(CASES["flux"]), given(CASES["flux"], SMALL)
-    attention = model.transformer_blocks[0].attn
-    attention.set_processor(FluxIPAdapterAttnProcessor(32, 16, (4,)))
-    inputs["joint_attention_kwargs"] = {"ip_hidden_states": [torch.randn(1, 1, 4, 16)]}
-    before = run(model, inputs)
-    with attached(model):
-        attention.processor.scale = [0.0]
-        copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    expected = run(model, inputs)
-    assert not torch.equal(expected, before)
-    assert torch.equal(run(copied, inputs), expected)
-    assert torch.equal(run(pickled, inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])

@@ -219,11 +219,3 @@ def test_means_of_cells_in_half_precision_choose_as_in_fp32(dtype: torch.dtype, 
     print(f"{dtype}, gain {gain}: {flipped} of {kept} kept blocks differ")
     assert kept > 500
     assert flipped <= (0 if dtype == torch.float16 else 0.003 * kept)
-
-
-def test_per_head_thresholds() -> None:
-    q, k, v = make_qkv(N=256, D=16)
-    trace = xattention([0.2, 0.2, 1.0, 1.0], block=32, executor=bs.ReferenceExecutor()).trace(q, k, v)
-    few, every = trace.density()[0, :2], trace.density()[0, 2:]
-    assert float(few.max()) < 0.7
-    assert every.tolist() == [1.0, 1.0]
