@@ -29,6 +29,8 @@ import pytest
 import torch
 
 from blocksparse.hosts.serving.settings import Host, Served, Settings
+from blocksparse.testing import every_preset, video_presets
+from blocksparse.tools.cli.main import _parser
 from blocksparse.tools.demo import TEXT
 from tests.cases import each
 from tests.tiny_model import byte_tokenizer, save_tiny
@@ -167,8 +169,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 @each("page", PAGES, path_of)
 def test_commands_exist(page: Path) -> None:
     """Every line of a shell names a command that is there, with options that it has; so does text, by less."""
-    from blocksparse.tools.cli.main import _parser
-
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     text = read(page)
     shells = [match["code"] for match in FENCE.finditer(text) if match["language"] == "sh"]
@@ -346,8 +346,6 @@ def test_examples_run(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_preset_has_a_page() -> None:
-    from blocksparse.testing import every_preset, video_presets
-
     pages = {path.stem.replace("-", "_") for path in (ROOT / "docs" / "reference" / "papers").glob("*.md")}
     on_minference_page = {"a_shape", "tri_shape"}
     named = {*every_preset, *video_presets, "triangle_mix"}

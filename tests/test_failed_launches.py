@@ -25,6 +25,7 @@ from blocksparse.kernels.attention import (
 )
 from blocksparse.kernels.common import tiles
 from blocksparse.kernels.common.hardware import TARGETS
+from blocksparse.kernels.select import top_cdf_triton
 from blocksparse.launch import failures
 from blocksparse.launch.failures import LaunchError
 from blocksparse.testing import make_qkv
@@ -169,8 +170,6 @@ def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_stage_says_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from blocksparse.kernels.select import top_cdf_triton
-
     planted = plant(monkeypatch, top_cdf_triton, name="_top_cdf_kernel")
     q, k, v = inputs()
     with pytest.raises(LaunchError, match=r"top_cdf_triton\._top_cdf_kernel cannot be compiled or launched"):

@@ -27,7 +27,7 @@ from blocksparse.layers.head_groups import AnyPipeline
 from blocksparse.testing import make_qkv
 from blocksparse.tools.cli.main import main
 from blocksparse.tools.demo import TEXT
-from blocksparse.tools.demo.model import Model
+from blocksparse.tools.demo.model import Model, load
 from blocksparse.tools.inspection.collect import Figures, Findings, Maps, Preset, collect, look
 from blocksparse.tools.inspection.page import numbers, page
 from tests.hosts.small_models import small_model
@@ -206,8 +206,6 @@ def test_report_has_every_layer_head_and_map(folder: Path) -> None:
 
 def test_layers_that_are_left_out_stay_dense(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the model reads with each preset, though they could be sparse."""
-    from blocksparse.tools.demo.model import load
-
     reasons = iter((None, "it is left out"))  # of the first layer and of the second
     monkeypatch.setattr("blocksparse.tools.inspection.collect._not_plain", lambda *_: next(reasons))
     model, name = load(folder / "tiny", device=torch.device("cpu")), "mean_pooling"

@@ -189,10 +189,9 @@ def test_unaligned_chunks_are_sparse_and_add_up(name: str, room: int | None, mas
 
 
 def test_chunks_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    import blocksparse.hosts.transformers.mask_request as integration
-
     model, recorder = make("llama"), DensityRecorder()
-    monkeypatch.setattr(integration, "sdpa_mask", lambda **request: pytest.fail(f"a mask is made for {request}"))
+    made = "blocksparse.hosts.transformers.mask_request.sdpa_mask"
+    monkeypatch.setattr(made, lambda **request: pytest.fail(f"a mask is made for {request}"))
     with attached(model, recorder):
         in_chunks(model, tokens(96), [32, 32, 32])
     assert all_sparse(recorder, calls=3)

@@ -33,10 +33,9 @@ def generated(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]
 
 
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import blocksparse.hosts.transformers.adapter as integration
-
     model = make("llama")
-    monkeypatch.setattr(integration, "sdpa_attention_forward", lambda module, query, key, value, mask: None)
+    forward = "blocksparse.hosts.transformers.adapter.sdpa_attention_forward"
+    monkeypatch.setattr(forward, lambda module, query, key, value, mask: None)
     with pytest.raises(ValueError, match=r"continuous batching needs transformers 5\.23 or later: 5"):
         attach(model, SPARSE, continuous_batching=True)
     assert model.config._attn_implementation == "eager"

@@ -33,11 +33,13 @@ from tests.hosts.test_transformers import (
 from tests.machine import needs_gpu
 from tests.stages import ByReference
 from transformers import DynamicCache, GenerationMixin, StaticCache
+from transformers.masking_utils import sdpa_mask
 
 import blocksparse as bs
 from blocksparse import Everything, MeanPoolScorer, Pipeline, Schedule, SegmentKeySort, Sequences, TritonExecutor
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.hosts.transformers.call import LastLengths
+from blocksparse.hosts.transformers.mask_request import mask_of as requested
 
 # Batches
 
@@ -284,9 +286,6 @@ def test_layers_may_have_lengths_of_their_own() -> None:
 
 def test_a_mask_that_joins_prompts_is_dense() -> None:
     """A function of a model's own that only looks like packed prompts where neighbours meet."""
-    from transformers.masking_utils import sdpa_mask
-
-    from blocksparse.hosts.transformers.mask_request import mask_of as requested
 
     def odd(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (((key < 20) == (query < 20)) | ((query == 39) & (key == 3)))

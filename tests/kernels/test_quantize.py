@@ -378,9 +378,7 @@ def test_tiles_of_lengths(N: int, D: int, tile: int, dtype: torch.dtype, device:
 @pytest.mark.slow
 def test_many_rounds_of_a_program(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last program has fewer slots than rounds."""
-    from blocksparse.kernels.quantize import tile_operands_triton
-
-    monkeypatch.setattr(tile_operands_triton, "_resident", lambda *_: 3)
+    monkeypatch.setattr("blocksparse.kernels.quantize.tile_operands_triton._resident", lambda *_: 3)
     x, mean = randn(1, 1, 1300, 64, device=device), randn(1, 1, 64, device=device, seed=1)
     index = slots_of(1, 1, 1300, tokens_=1300, device=device)
     check_queries(x, index, mean, 17)

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 import blocksparse as bs
 from blocksparse.hosts.transformers import DensityRecorder, attach
 from blocksparse.presets.named import UpTo
-from blocksparse.presets.plan import AtLength, Fingerprint, Part
+from blocksparse.presets.plan import Fingerprint, Part
 from blocksparse.tools.tune import DEFAULT_CANDIDATES, Candidate, Plan, TuneError
 from tests.hosts.small_models import small_model
 from tests.machine import python
@@ -183,6 +183,7 @@ EDITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (put("evidence", "noise_text_kl", value=-1e-3), "'noise_text_kl' must be a finite number, at least 0: -0.001"),
     (put("evidence", "text_kl_budget", value=float("inf")), "'text_kl_budget' must be a finite number above 0"),
     (put("evidence", "tokens", 0, value=0), "'tokens' must be a whole number, at least 1: 0"),
+    (put("evidence", "plan", "lengths", 0, "tokens", value=-5), "'tokens' must be a whole number, at least 1: -5"),
     (put("evidence", "batch", value=0), "'batch' must be a whole number, at least 1: 0"),
 ]  # fmt: skip
 
@@ -230,12 +231,11 @@ def test_wrong_files(tmp_path: Path, content: str | None, sentence: str) -> None
 
 def test_a_plan_for_another_model(model: Any, saved: Path) -> None:
     plan = Plan.load(saved)
-    with pytest.raises(TuneError, match=r"made for another model, .*\(it differs in weights or settings\)"):
-        plan.schedule(tiny.network(seed=1))
-    with pytest.raises(TuneError, match=r"\(it differs in weights or settings\)"):
-        plan.schedule(tiny.network(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))  # equal weights
-    with pytest.raises(TuneError, match=r"\(it differs in weights or settings\)"):
-        plan.schedule(tiny.network(hidden_act="gelu"))
+    rotary = {"rope_type": "default", "rope_theta": 5e5}
+    others: list[dict[str, Any]] = [{"seed": 1}, {"rope_parameters": rotary}, {"hidden_act": "gelu"}]
+    for other in others:  # in weights, or in settings alone
+        with pytest.raises(TuneError, match=r"made for another model, .*\(it differs in weights or settings\)"):
+            plan.schedule(tiny.network(**other))
     with pytest.raises(TuneError, match=r"\(it differs in layers: 3 and 4\)"):
         plan.schedule(tiny.network(num_hidden_layers=4))
     with pytest.raises(TuneError, match=r"embed_tokens.weight is on the meta device, offloaded"):
@@ -272,11 +272,6 @@ def test_a_plan_knows_each_of_many_heads() -> None:
         with torch.device("meta"):  # of new tensors, as a default device
             assert Fingerprint.of(network) == whole
         assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_length_is_at_least_one_token() -> None:
-    with pytest.raises(ValueError, match="'tokens' must be a whole number, at least 1"):
-        AtLength(-5, 1.0, 0.0, 0.0, 1, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from blocksparse.kernels.common.hardware import INTERPRETER, hardware_of
 from blocksparse.kernels.common.tiles import MOST_SOFTCAP, HopperTiles, Tiles, TritonTiles, portable, tuned
 from blocksparse.kernels.hopper import split_kv
 from blocksparse.kernels.hopper.launch import copy_back, whole_rows
+from blocksparse.kernels.hopper.tile_scheduler import positive
 from blocksparse.kernels.layout.gather import gather_two
 from blocksparse.kernels.masks.arguments import Approximation, LogitChange
 from blocksparse.kernels.masks.grid import TokenPositions
@@ -634,8 +635,6 @@ def test_hopper_reads_what_hosts_hand_over() -> None:
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_a_scale_above_zero_gives_the_same_logits(scale: float) -> None:
-    from blocksparse.kernels.hopper.tile_scheduler import positive
-
     q, k, _ = make_qkv(N=20, D=16)
     queries, factor = positive(q, scale)
     assert factor > 0
