@@ -53,6 +53,7 @@ from blocksparse.observe import Audit
 
 each_model = pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 CPU: Any = CpuExecutor()
+RANKED = evolve(DENSE_LIMIT, selector=Ranked(Everything()), executor=GatherExecutor(0.0))
 
 
 def with_sinks(name: str) -> Any:
@@ -94,13 +95,12 @@ def test_long_prompts_on_a_gpu(dense: bool, name: str) -> None:
 @each_model
 def test_dense_with_a_reason_where_nothing_else_works(name: str) -> None:
     model, ids = with_sinks(name), tokens(100, batch=2)
-    ranked = evolve(DENSE_LIMIT, selector=Ranked(Everything()), executor=GatherExecutor(0.0))
     unknown = "it knows no softcap and no attention sinks"  # one of the layers has a window beside them
     cases: list[tuple[LayerPipeline | Schedule, dict[str, Any], str]] = [
         (Schedule(None), {}, "no pipeline for this layer"),
         (DENSE_LIMIT, {"min_tokens": 101}, "fewer than min_tokens"),
         (DENSE_LIMIT, {"min_queries": 101}, "fewer than min_queries"),
-        (ranked, {}, unknown),
+        (RANKED, {}, unknown),
     ]
     for pipeline, given, reason in cases:
         recorder = DensityRecorder()
@@ -316,12 +316,11 @@ def test_windows_are_dense_with_a_reason_where_nothing_else_pays_or_works(name: 
     """Exactly, and only in the layers that have one."""
     model, ids = make(name), tokens(100, batch=2)
     sliding = range(LAYERS) if name == "mistral" else [0]
-    ranked = evolve(DENSE_LIMIT, selector=Ranked(Everything()), executor=GatherExecutor(0.0))
     cases: list[tuple[LayerPipeline | Schedule, dict[str, Any], str]] = [
         (DENSE_LIMIT, {"min_window": None}, "sliding window"),
         (DENSE_LIMIT, {"min_window": WINDOW + 1}, "a sliding window of fewer than min_window"),
         (Schedule(DENSE_LIMIT, dense=sliding), {}, "no pipeline for this layer"),
-        (ranked, {}, "GatherExecutor: it knows no sliding window, and this call has one of 48 tokens"),
+        (RANKED, {}, "GatherExecutor: it knows no sliding window, and this call has one of 48 tokens"),
     ]
     for pipeline, given, reason in cases:
         recorder, options = DensityRecorder(), {"min_window": WINDOW} | given

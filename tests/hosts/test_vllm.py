@@ -5,6 +5,7 @@ The backend itself runs inside of vLLM in `tests_vllm`.
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -342,8 +343,11 @@ def test_sizes_to_warm_with() -> None:
     assert {(N, N) for _, N in found} <= {*found}
 
 
-def test_an_engine_is_warm_before_it_serves() -> None:
-    """The workspace is there, and calls in it take no other; a pipeline that cannot run stops the engine."""
+def test_an_engine_is_warm_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace is there, and calls in it take no other; a pipeline that cannot run stops the engine.
+
+    An audited call finds its kernels compiled, too.
+    """
     settings = Settings((), min_tokens=1, min_queries=2)
     worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
     query, out = torch.randn(64, 4, 16), torch.full((64, 4, 16), float("nan"))
@@ -355,14 +359,8 @@ def test_an_engine_is_warm_before_it_serves() -> None:
     eight = PagedAttention(bs.sparge(executor=bs.Int8Executor()), 5, None, Workspace(300))
     with pytest.raises(ConfigurationError, match=r"of layer 5 cannot run here: Int8Executor: "):
         warm(eight, worth, settings, query, out, tokens=300, page_size=16)
-
-
-def test_an_audited_call_finds_its_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[tuple[int, ...]] = []
     monkeypatch.setattr(bs.Pipeline, "trace", lambda _, q, *__, **___: traced.append(q.shape))
-    settings = Settings((), min_tokens=1, min_queries=2)
-    worth = Worth.of(0, torch.empty(()), heads=4, kv_heads=2, head_dim=16)
-    query = torch.randn(64, 4, 16)
     for gauges in (None, AuditGauges(Audit())):
         attention = PagedAttention(bs.mean_pooling(block=16), 0, None, Workspace(300), gauges)
         warm(attention, worth, settings, query, query.clone(), tokens=300, page_size=16)
@@ -426,10 +424,9 @@ def test_numbers_per_head_of_ones_own_pipeline_are_for_this_model() -> None:
         return Settings.of({"blocksparse": given}, evolve(SERVED, ranks=ranks), HOST)
 
     assert settings(8, 1).layers[0]
-    with pytest.raises(ConfigurationError, match="'mass' has 4 entries for 8 query heads"):
-        settings(4, 1)
-    with pytest.raises(ConfigurationError, match="'mass' has 4 entries for 8 query heads"):
-        settings(4, 2)
+    for ranks in (1, 2):
+        with pytest.raises(ConfigurationError, match="'mass' has 4 entries for 8 query heads"):
+            settings(4, ranks)
     with pytest.raises(ConfigurationError, match="must have one number for all heads, because each of 2 GPUs"):
         settings(8, 2)
 
@@ -675,8 +672,6 @@ def test_names_of_layers() -> None:
 
 
 def test_vllm_finds_the_plugin() -> None:
-    import tomllib
-
     root = Path(__file__).parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["vllm.general_plugins"] == {
