@@ -224,9 +224,10 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
     [
         (["--cases", "1x2048 1x4000x97@512"], "1x4000x97@512' has 4097 tokens with its answer, more than 4096"),
         (["--tasks", "1024", "4096", "--model", "."], "--tasks must be at most 4032: 4096"),
+        (["--engine", "stock again={}"], "names must differ, also from 'stock' and 'stock again': stock again"),
     ],
 )
-def test_prompts_that_no_engine_serves_are_refused(
+def test_options_that_no_engine_can_follow_are_refused(
     given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(serving, "longest", lambda *_: 4096)

@@ -315,7 +315,7 @@ def test_a_figure_that_differs_is_rewritten() -> None:
     score = "<!-- tasks; xattention with Band(128), 0.9; score, 7680 -->"
     assert rewritten(f"(-1 to +1){score}", ROOT / "README.md") == f"(-20 to +5){score}"
     mean = "<!-- vllm-tasks; 32K, auto(); tasks, from unmodified vLLM -->"
-    assert rewritten(f"-9.0 (-1.5 to +1.5){mean}", ROOT / "README.md") == f"+1.2 (-1.4 to +3.8){mean}"
+    assert rewritten(f"-9.0 (-1.5 to +1.5){mean}", ROOT / "README.md") == f"+1.3 (-1.1 to +3.6){mean}"
     assert rewritten(f"7.1x{where}", ROOT / "README.md") == f"2.7x{where}"
     assert rewritten(f"7.1\n%{where}", ROOT / "README.md") == f"2.7\n%{where}"
     for shown in ("", "(0 to +1)", "-1 points"):

@@ -7,11 +7,13 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("cattrs")
@@ -180,6 +182,33 @@ def test_a_task_is_left_out_by_all_seeds_together() -> None:
     second["scores"]["tracking"] *= 2
     assert trained.can("tracking", both, about)  # 20 of 30
     assert not trained.can("tracking", [first, {**second, "tokens": 4096}], {**about, "seed": 0})
+
+
+def test_a_run_goes_on_with_tasks_that_the_file_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def scores(_: object, method: str, some: dict[str, Any], *, at_once: int) -> dict[str, list[float]]:
+        asked.append((method, list(some)))
+        return {task: [1.0] * at_once for task in some}
+
+    monkeypatch.setattr(trained, "scores", scores)
+    monkeypatch.setattr(trained, "make_samples", lambda *_: {"single": [], "chat": []})
+    model = SimpleNamespace(tokenizer=None, device=torch.device("cpu"))
+    options = SimpleNamespace(
+        model=Path("m"),
+        half="report",
+        seed=0,
+        methods=["auto()"],
+        parts=["tasks"],
+        samples=2,
+        tasks=[],
+        at_once=2,
+        out=tmp_path / "x",
+    )
+    given = [rows()[0]]
+    trained.run(cast(Any, model), 2048, cast(Any, options), given, time.monotonic() + 60)
+    assert asked == [("dense", ["chat"]), ("auto()", ["single", "chat"])]
+    assert {len(given[0]["scores"][task]) for task in ("single", "chat")} == {10, 2}
 
 
 def test_pairs_are_of_one_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from benchmarks.trained.tasks import samples, tasks
 
 LONG = "1x65536 1x16384 1x32768 1x131071 4x32768"  # the first one's first run is the first request after start
 MIXES = "16x1000 16x4000 4x12000 16x1000x64 1x12000"
-STOCK, LIMIT = "stock", "limit"
+STOCK, TWIN, LIMIT = "stock", "stock again", "limit"
 KEPT = {"preset": "sparge", "settings": {"theta": 1.0}, "dense_below": 0}  # everything; sizes do not say so
 CAN = 0.6  # what unmodified vLLM must score in a task
 ANSWER = 64  # tokens, more than any task asks for
@@ -143,7 +143,9 @@ def main() -> int:
     if options.report:
         print(report.tables([json.loads(line) for path in options.report for line in path.open()]))
         return 0
-    configurations: dict[str, Any] = {STOCK: None} | _named(options.engine)
+    configurations: dict[str, Any] = (
+        {STOCK: None} | ({TWIN: None} if options.twin else {}) | _named(options.engine)
+    )
     if options.mixes:
         configurations[LIMIT] = KEPT | ({"min_tokens": 32, "min_queries": 16} if options.tiny else {})
     common = {
@@ -240,6 +242,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--bound", action="store_true", help="unmodified vLLM without any attention takes turns too"
     )
+    parser.add_argument(
+        "--twin", action="store_true", help="unmodified vLLM in one more process: what two processes differ by"
+    )
     parser.add_argument("--model", type=Path, help="a folder with trained weights and a tokenizer")
     parser.add_argument("--yarn", type=float, default=0, help="read so many times the model's context, by YaRN")
     parser.add_argument(
@@ -286,9 +291,9 @@ def _options() -> argparse.Namespace:
         parser.error("--also needs an --engine: unmodified vLLM takes on no configuration")
     if options.model is None and (options.tasks or options.yarn):
         parser.error("--tasks and --yarn need a --model: random weights answer nothing")
-    names = [STOCK, *(each.split("=", 1)[0] for each in (*options.engine, *options.also))]
+    names = [STOCK, TWIN, *(each.split("=", 1)[0] for each in (*options.engine, *options.also))]
     if len(set(names)) < len(names):
-        parser.error(f"names must differ, also from '{STOCK}': {', '.join(names[1:])}")
+        parser.error(f"names must differ, also from '{STOCK}' and '{TWIN}': {', '.join(names[2:])}")
     most = options.length if options.model is None else longest(options.model, vars(options))
     if options.cases is None:
         options.cases = " ".join(text for text in f"{LONG} {MIXES}".split() if Case.read(text).length <= most)

@@ -68,10 +68,11 @@ def run(model: Model, tokens: int, options: argparse.Namespace, rows: list[dict[
                 return
             if part == "kl" and not row["kl"]:
                 row["kl"], row["density"] = losses(model, method, windows)
-            elif part == "tasks" and not row["scores"]:
+            elif part == "tasks":
                 if method != DENSE:
                     some = {task: of_task for task, of_task in some.items() if can(task, rows, about)}
-                row["scores"] = scores(model, method, some, at_once=options.at_once)
+                if new := {task: of_task for task, of_task in some.items() if task not in row["scores"]}:
+                    row["scores"] |= scores(model, method, new, at_once=options.at_once)
             elif part == "ttft" and row["ttft_ms"] is None:
                 row["ttft_ms"] = ttft_ms(model, method, prompt, options.repeats)
             write(options.out, rows)
