@@ -302,6 +302,14 @@ def both(inner: type[AllGatherKV] | type[Ring]) -> Make:
     return lambda pipeline, mesh: Ulysses(inner(pipeline, mesh, "sequence", head_tail=True), mesh, "heads")
 
 
+def refused_by_one(mesh: DeviceMesh) -> None:
+    """The ranks of the scheme inside are told as well, so that none of the others waits."""
+    q, k, v = make_qkv(N=64)
+    rank = mesh.get_rank()
+    with pytest.raises(RuntimeError if rank else TypeError, match="refused its inputs" if rank else "one dtype"):
+        both(AllGatherKV)(PBS, mesh)(q if rank else q.double(), k, v)
+
+
 FOUR: dict[str, Case] = {
     "ulysses, replicated keys": equal(ulysses, PER_HEAD, N=201),
     "ulysses, replicated keys, own orders": equal(
@@ -315,6 +323,8 @@ FOUR: dict[str, Case] = {
 TWO_BY_TWO: dict[str, Case] = {
     "heads and gathered sequences": equal(both(AllGatherKV), PBS, N=201, B=2),
     "heads and gathered chunk": equal(both(AllGatherKV), PBS, M=200, N=370),
+    "heads and a part with fewer keys than queries": equal(both(AllGatherKV), PER_HEAD, M=241, N=257),
+    "one rank is refused": refused_by_one,
     "heads and gathered sequences, options per head": equal(both(AllGatherKV), PER_HEAD),
     "heads and ring": equal(both(Ring), PBS, N=201),
 }

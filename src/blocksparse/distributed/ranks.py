@@ -215,13 +215,19 @@ class ShardedCall:
 
 
 def checked(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, ranks: Ranks, sequences: Sequences | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    *,
+    ranks: Sequence[Ranks],
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """The inputs of this rank in the form that stages take.
 
     If they are refused, the other ranks are told, so that none of them waits for this one.
     """
-    with _telling(ranks):
+    with _telling(*ranks):
         if "sequences" in options:
             raise TypeError(
                 "'sequences' are for a plain call of a Ulysses, which has whole prompts of some heads. Call that, "
@@ -230,31 +236,36 @@ def checked(
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
         q, k, v, scale = check_inputs(q, k, v, causal=False, scale=options.get("scale"), sequences=sequences)
         spec = AttentionSpec.of(q.shape[1], scale, options)
-        if q.device != ranks.device:
+        if q.device != (device := ranks[0].device):
             raise ValueError(
-                f"q, k and v are on {q.device}, and this rank sends from {ranks.device}. Move them with .to(), or "
+                f"q, k and v are on {q.device}, and this rank sends from {device}. Move them with .to(), or "
                 "make that the current device first."
             )
     return q, k, v, spec
 
 
 @contextmanager
-def _telling(ranks: Ranks) -> Iterator[None]:
-    """A context in which the other ranks are told of what this rank refuses."""
+def _telling(*ranks: Ranks) -> Iterator[None]:
+    """A context in which the other ranks, of a scheme and of those inside, are told of what this rank refuses."""
     try:
         yield
     except Exception:
-        ranks.told([0] * (len(_SAME) + 3))
+        for each in ranks:
+            each.told([0] * (len(_SAME) + 3))
         raise
 
 
 def lengths(
-    q: Tensor, k: Tensor, v: Tensor, call: ShardedCall, ranks: Ranks, *, scheme: object
+    q: Tensor, k: Tensor, v: Tensor, call: ShardedCall, ranks: Sequence[Ranks], *, scheme: object
 ) -> tuple[list[int], list[int]]:
-    """How many queries and how many keys each rank has."""
+    """How many queries and how many keys each rank has.
+
+    Args:
+        ranks: those of the scheme, and of the schemes inside, whose calls have yet to begin.
+    """
     (B, Hq, M, D), (_, Hkv, N, _) = q.shape, k.shape
-    spec = call.spec
-    with _telling(ranks):
+    spec, (own, *inner) = call.spec, ranks
+    with _telling(*ranks):
         if spec.window is not None:  # also of a call in a graph
             raise ValueError(
                 f"the call has a sliding window of {spec.window} tokens, and no scheme supports windows. Spread "
@@ -265,20 +276,22 @@ def lengths(
         B, Hq, Hkv, D, v.shape[3], DTYPES.index(q.dtype), int(spec.causal), bits, int(call.with_lse),
         _number(spec.softcap, spec.sinks, spec.remaining, call.sequences), _number(scheme),
     )  # fmt: skip
-    them = ranks.told([1, M, N, *same])
-    for rank, (agreed, *_) in enumerate(them):
-        if not agreed:
-            raise RuntimeError(
-                f"rank {rank} of mesh dimension {ranks.dim!r} refused its inputs. Its own error says why."
-            )
-    for rank, (_, _, _, *its) in enumerate(them):
-        if differ := [name for name, x, y in zip(_SAME, them[0][3:], its, strict=True) if x != y]:
-            raise ValueError(
-                f"the ranks of mesh dimension {ranks.dim!r} must make one call with the same {', '.join(differ)}. "
-                f"Rank {rank} differs from rank 0."
-            )
+    them = own.told([1, M, N, *same])
+    with _telling(*inner):
+        for rank, (agreed, *_) in enumerate(them):
+            if not agreed:
+                raise RuntimeError(
+                    f"rank {rank} of mesh dimension {own.dim!r} refused its inputs. Its own error says why."
+                )
+        for rank, (_, _, _, *its) in enumerate(them):
+            if differ := [name for name, x, y in zip(_SAME, them[0][3:], its, strict=True) if x != y]:
+                raise ValueError(
+                    f"the ranks of mesh dimension {own.dim!r} must make one call with the same "
+                    f"{', '.join(differ)}. Rank {rank} differs from rank 0."
+                )
     queries, keys = [row[1] for row in them], [row[2] for row in them]
-    if call.spec.causal and sum(queries) > sum(keys) and call.sequences is None:
+    # Around another scheme these are of a part of the tokens, which may have fewer keys.
+    if call.spec.causal and sum(queries) > sum(keys) and call.sequences is None and not inner:
         raise ValueError(
             f"causal attention needs at least as many keys as queries: "
             f"Nq={sum(queries)}, Nk={sum(keys)} over all ranks. Pass the cached keys too."

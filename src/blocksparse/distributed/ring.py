@@ -71,7 +71,7 @@ class Ring(SequenceScheme):
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
-        queries, keys = lengths(q, k, v, call, ranks, scheme=self)
+        queries, keys = lengths(q, k, v, call, self._all_ranks, scheme=self)
         at = self._aligned(call.spec.causal, (call.Hq, call.Hkv))
         refuse_apart(pipeline, split=False)
         if isinstance(pipeline.scorer, ValueScorer):
@@ -236,7 +236,7 @@ class AllGatherKV(SequenceScheme):
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
         pipeline, ranks = self._pipeline, self._ranks
-        queries, keys = lengths(q, k, v, call, ranks, scheme=self)
+        queries, keys = lengths(q, k, v, call, self._all_ranks, scheme=self)
         at = self._aligned(call.spec.causal, (call.Hq, call.Hkv))
         M, N = sum(queries), sum(keys)
         before = N - M if call.spec.causal else 0

@@ -48,6 +48,11 @@ class Scheme(ABC):
         init=False, repr=False, default=Factory(lambda self: OpaqueCall(self._attend), takes_self=True)
     )
 
+    @property
+    def _all_ranks(self) -> list[Ranks]:
+        """Its ranks, and those of the schemes inside."""
+        return [self._ranks, *(self.attention._all_ranks if isinstance(self.attention, Scheme) else ())]
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
         """Attend this rank's `q` `[B, Hq, M, D]` to the keys and values of all ranks: `[B, Hq, M, Dv]`.
 
@@ -65,7 +70,7 @@ class Scheme(ABC):
         if is_transformed():
             q, k, v, scale = check_inputs(q, k, v, causal=False, scale=options.get("scale"))
             return call_op(self._call, q, k, v, scale, options)
-        q, k, v, spec = checked(q, k, v, options, ranks=self._ranks)
+        q, k, v, spec = checked(q, k, v, options, ranks=self._all_ranks)
         return self._call(q, k, v, spec)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]) -> AttentionOutput:
@@ -73,7 +78,7 @@ class Scheme(ABC):
 
         The stages always run, as in `Pipeline.with_lse`; `visited` is None.
         """
-        q, k, v, spec = checked(q, k, v, options, ranks=self._ranks)
+        q, k, v, spec = checked(q, k, v, options, ranks=self._all_ranks)
         with without_autocast(q):
             return self.run(q, k, v, ShardedCall(spec, True, q.shape[1], k.shape[1]))
 

@@ -94,7 +94,7 @@ class Ulysses(Scheme):
             raise ValueError(
                 "torch.compile takes no 'sequences' over ranks. Call without, or leave the call out of it."
             )
-        q, k, v, spec = checked(q, k, v, options, ranks=self._ranks, sequences=sequences)
+        q, k, v, spec = checked(q, k, v, options, ranks=self._all_ranks, sequences=sequences)
         with without_autocast(q):
             return self.run(q, k, v, ShardedCall(spec, False, q.shape[1], k.shape[1], sequences=sequences)).out
 
@@ -107,7 +107,7 @@ class Ulysses(Scheme):
         Raises:
             ValueError: `attention` is another scheme, of which a rank sees some rows only.
         """
-        q, k, v, spec = checked(q, k, v, options, ranks=self._ranks)
+        q, k, v, spec = checked(q, k, v, options, ranks=self._all_ranks)
         if isinstance(self.attention, Scheme):
             raise ValueError("densities are measured for whole sequences. Give a Ulysses around a pipeline.")
         density = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
@@ -123,7 +123,7 @@ class Ulysses(Scheme):
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, call: ShardedCall) -> AttentionOutput:
         ranks, Hq, Hkv = self._ranks, q.shape[1], k.shape[1]
-        queries, keys = lengths(q, k, v, call, ranks, scheme=self)
+        queries, keys = lengths(q, k, v, call, self._all_ranks, scheme=self)
         if call.sequences is not None:
             call.sequences.check_fits(q.shape[0], sum(queries), sum(keys), causal=call.spec.causal)
         parts = shares(Hq, Hkv, ranks.size, self._loads(Hq), self.parts)
