@@ -201,7 +201,9 @@ def test_flex_mask_is_right_even_uncompiled(monkeypatch: pytest.MonkeyPatch) -> 
     assert float(trace.density().mean()) < 0.9
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.float32, torch.float16))]
+)
 def test_reference_memory_stays_with_kept_blocks(dtype: torch.dtype) -> None:
     """A row gathers the keys it keeps, not all of them: 4 blocks of 512 keys, never all 16384."""
     q, k, v = make_qkv(N=16384, Hq=1, Hkv=1, D=8, dtype=dtype)

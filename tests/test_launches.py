@@ -78,7 +78,7 @@ def test_a_graph_has_what_a_layer_asks_for(asked: dict[str, Any], device: str) -
 @pytest.mark.parametrize(
     ("permuter", "executor", "more"),
     [
-        (bs.SegmentKeySort(64), bs.TritonExecutor(), {}),
+        pytest.param(bs.SegmentKeySort(64), bs.TritonExecutor(), {}, marks=pytest.mark.slow),
         (bs.SegmentKeySort(64), bs.TritonExecutor(), {"softcap": 3.0, "sinks": [0.0, 1.0, 2.0, 3.0]}),
         (bs.SegmentKeySort(64), bs.TritonExecutor(), {"sinks": 1.5, "window": 40}),
         (bs.Identity(), bs.Int8Executor(False), {}),

@@ -50,7 +50,7 @@ def slow_map(
                 yield b, h, g, [*range(n * S, min((n + 1) * S, N)), *close, *ranked[:prefix]]
 
 
-@pytest.mark.parametrize("near", [0, 1, 20, 32, 50, 1000])
+@pytest.mark.parametrize("near", [0, 20, 1000, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 32, 50))])
 @pytest.mark.parametrize(("N", "M"), CHUNKS)
 def test_key_map(N: int, M: int, near: int) -> None:
     """Own keys in order, the `near` ones before them, nearest first, then some others by falling score.

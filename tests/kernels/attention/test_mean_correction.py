@@ -55,7 +55,7 @@ def pipeline(block: int = 16, keep: float = 0.3, order: Any = None) -> bs.Pipeli
 @pytest.mark.parametrize(
     "call", [{}, {"causal": False}, {"window": 70}, {"softcap": 2.0}, {"sinks": 0.5}], ids=str
 )
-@pytest.mark.parametrize("M", [200, 75])
+@pytest.mark.parametrize("M", [75, pytest.param(200, marks=pytest.mark.slow)])
 def test_calls(block: int, tile: int, call: dict[str, Any], M: int, device: str) -> None:
     q, k, v = make_qkv(B=2, N=200, M=M, Hq=2, Hkv=1, D=16, dtype=torch.float32, device=device)
     assert_right(given(pipeline(block), q, k, v, **call), TritonTiles(tile, 16, 4, 2))
