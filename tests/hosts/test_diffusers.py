@@ -268,6 +268,27 @@ def test_a_run_after_one_that_was_stopped() -> None:
             assert [steps.at(sign * at, prompt) for at, prompt, _ in calls] == [step for *_, step in calls], name
 
 
+def test_a_run_that_begins_where_the_last_one_ended() -> None:
+    """Another prompt begins it if the latents are others; a half of guidance that begins late shares them."""
+    a, b, c, d, *latents = (torch.zeros(1, 4, 8) for _ in range(8))
+    first = [(900, a, 0, 0), (900, b, 0, 0), (800, a, 1, 1), (800, b, 1, 1)]
+    for calls in (
+        [*first, (800, c, 2, 0), (800, d, 2, 0), (700, c, 3, 1), (700, d, 3, 1)],
+        [*first, (800, c, 1, 1), (700, a, 2, 2)],
+    ):
+        steps = StepCounter()
+        assert [steps.at(at, x, latents[i]) for at, x, i, _ in calls] == [step for *_, step in calls]
+    model, recorder, dense = made(CASES["wan"]), DensityRecorder(), []
+    with attached(model, dense_steps=(0,), recorder=recorder):
+        for timesteps in ((900.0, 800.0, 700.0), (700.0, 600.0)):
+            inputs = given(CASES["wan"], SMALL)
+            for timestep in timesteps:
+                recorder.clear()
+                run(model, inputs | {"timestep": at(1, timestep)})
+                dense.append(bool(recorder.dense_calls()))
+    assert dense == [True, False, False, True, False]
+
+
 def test_dense_steps_after_a_run_that_was_stopped() -> None:
     """The first step of the next one is dense, and takes no choice of the last one."""
     model, recorder = made(CASES["wan"]), DensityRecorder()

@@ -52,19 +52,25 @@ class StepCounter:
     _prompts: _Prompts = field(factory=list)  # of this run
     _lasting: bool | None = None  # whether prompts tell runs apart; None while it is not known
     _before: tuple[int, _Prompts] | None = None  # the step and the prompts of the run that a prompt ended
+    _latents: ref[Tensor] | None = None  # of the last call
 
-    def at(self, timestep: float, prompt: Tensor | None = None) -> int:
+    def at(self, timestep: float, prompt: Tensor | None = None, latents: Tensor | None = None) -> int:
         """The step that a call with this timestep belongs to, from 0 on.
 
         Args:
             prompt: a tensor that the host passes in every step of one run, or of one half of its guidance.
+            latents: the tensor that both halves of a step share. Another one, with a prompt that is not known,
+                begins a run even at the timestep at which the last one ended.
         """
         now, known = -timestep if self.rising else timestep, _holds(self._prompts, prompt)
+        others = latents is not None and self._latents is not None and self._latents() is not latents
+        self._latents = None if latents is None else ref(latents)
+        later = self._last is not None and (now < self._last or (now == self._last and others and self._step > 0))
         if self._last is None or now > self._last:
             self._begin(None)
         elif self._before is not None and _holds(self._before[1], prompt):
             self._go_on(nearer=now < self._last)
-        elif now < self._last and self._lasting and prompt is not None and not known:
+        elif later and self._lasting and prompt is not None and not known:
             if self._before is not None and self._step == 0:  # a run of one step: prompts are made again in each
                 self._go_on(nearer=True)
             else:
@@ -172,7 +178,8 @@ class DiffusersAdapter:
                 torch.as_tensor(self.family.timestep(given), dtype=torch.float64, device="cpu").mean()
             )
             prompt = self.family.prompt(given)
-            step = self._steps.at(timestep, prompt)
+            latents = next((x for x in given.values() if isinstance(x, Tensor)), None)
+            step = self._steps.at(timestep, prompt, latents)
             self.schedule = [each for each in self.schedules if each.first <= step][-1]
             if self.cache is not None:
                 self.cache.begin(step, prompt)
