@@ -16,7 +16,9 @@ import faulthandler
 import gc
 import json
 import math
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -83,7 +85,7 @@ class Shape:
             "machine": f"{here.ranks} {machine} of one host",
             "date": datetime.now(UTC).date().isoformat(),
             "versions": f"torch {torch.__version__}{backend}",
-            "command": f"`{launched} -m benchmarks.distributed --pipeline {self.preset}`",
+            "command": f"`{launched} -m {shlex.join(['benchmarks.distributed', *sys.argv[1:]])}`",
             "inputs": f"structured q, k and v in {str(self.dtype).removeprefix('torch.')}, {self.Hq} query and "
             f"{self.Hkv} KV heads of dim {self.D}, causal; {chosen} against PyTorch's fastest dense kernel",
         }
@@ -240,6 +242,7 @@ def measured(
             checked(outputs.pop())
         attending.clear()
     row["peak_bytes"] = here.peak(repeat, qkv, together=together)
+    row["calls"] = len(attending)  # of which `ms` is the median
     last = outputs.pop()
     if cold:
         checked(last)

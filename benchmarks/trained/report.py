@@ -25,8 +25,9 @@ def kl_of(row: Row) -> dict[str, float]:
 
 
 def counted(rows: Sequence[Row]) -> list[str]:
-    """The tasks that count: those that some row besides dense attention was measured on."""
-    return next((list(row["scores"]) for row in rows if row["method"] != DENSE and row["scores"]), [])
+    """The tasks that count: those that all rows with scores besides dense attention were measured on."""
+    first, *others = [row["scores"] for row in rows if row["method"] != DENSE and row["scores"]] or [{}]
+    return [task for task in first if all(task in other for other in others)]
 
 
 def score_of(row: Row, dense: Row, names: Sequence[str]) -> tuple[float, Difference, int]:
@@ -73,7 +74,8 @@ def table(rows: Sequence[Row]) -> str:
             n = score_of(dense, dense, names)[2]
             left = sorted(set(dense["scores"]) - set(names))
             parts.append(
-                f"\nn = {n}: {', '.join(names)}. Left out, dense under 60 %: {', '.join(left) or 'none'}.\n"
+                f"\nn = {n}: {', '.join(names)}. Left out, dense under 60 % or not run by all: "
+                f"{', '.join(left) or 'none'}.\n"
             )
     return "\n".join(parts)
 

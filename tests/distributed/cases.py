@@ -185,6 +185,7 @@ def benchmarked(mesh: DeviceMesh) -> None:
     *schemes, _ = BENCHMARKED
     assert [row["scheme"] for row in rows] == ["one process", "ulysses", "one process", *schemes]
     assert all(row["ms"] > 0 and row["attention_ms"] > 0 and row["longest_over_mean"] >= 1 for row in rows)
+    assert {row["calls"] for row in rows} <= set(range(1, 21))
     assert [row["same_masks"] for row in rows if row["ranks"] == 2] == [None] + [True] * 4
     assert len(table(rows).strip().splitlines()) == 2 + len(rows)
     shown = as_results(rows)["rows"]
@@ -308,6 +309,10 @@ def refused_by_one(mesh: DeviceMesh) -> None:
     rank = mesh.get_rank()
     with pytest.raises(RuntimeError if rank else TypeError, match="refused its inputs" if rank else "one dtype"):
         both(AllGatherKV)(PBS, mesh)(q if rank else q.double(), k, v)
+    said = "refused its inputs" if rank else "'sequences' are for a Ulysses around a pipeline"
+    options: dict[str, Any] = {} if rank else {"sequences": bs.Sequences.packed([64])}
+    with pytest.raises(RuntimeError if rank else ValueError, match=said):
+        both(AllGatherKV)(PBS, mesh)(q, k, v, **options)
 
 
 FOUR: dict[str, Case] = {

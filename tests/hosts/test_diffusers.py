@@ -624,6 +624,9 @@ def test_processors_of_ones_own() -> None:
     with attached(model, DENSE_LIMIT, recorder=recorder):
         assert (run(model, inputs) - expected).abs().max() <= 1e-6
     assert recorder.dense_calls() == {0: Counter({"mask": 1})}
+    with attached(model, watched(executor := ByReference())):
+        run(model, inputs)  # without a record, others share one route
+    assert len(executor.masks) == sum(recorder.sparse_calls().values()) > 0
     model, inputs, recorder = made(CASES["flux"]), given(CASES["flux"], SMALL), DensityRecorder()
     model.single_transformer_blocks[0].attn.set_processor(WithoutTheDispatcher())
     with attached(model, recorder=recorder):

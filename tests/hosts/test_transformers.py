@@ -628,6 +628,8 @@ def test_attachments_stack() -> None:
     assert all_sparse(below)
     first.detach()
     assert model.config._attn_implementation == "eager"
+    with attached(model, None):
+        first.detach()  # a second call does nothing
 
 
 def test_detach_follows_an_error_and_leaves_what_was_set_since() -> None:
@@ -968,10 +970,12 @@ def test_a_function_of_users_is_not_replaced(place: dict[str, Any], name: str, d
         model(tokens(60))
 
 
-def of_ones_own(*, bias: float, through_super: bool = False, of: str = "llama", named: str = "") -> Any:
+def of_ones_own(
+    *, bias: float = 0.0, through_super: bool = False, of: str = "llama", named: str = "", drops: str = ""
+) -> Any:
     """A model whose attention is a class of this file, and adds a bias by itself, or one that it is given.
 
-    The forward of the class names its function as `named`, or as those of transformers do.
+    The forward of the class names its function as `named`, or as those of transformers do. It may drop an option.
     """
     model = make(of)
     base: Any = type(model.model.layers[0].self_attn)
@@ -981,6 +985,8 @@ def of_ones_own(*, bias: float, through_super: bool = False, of: str = "llama", 
     def own(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slope: Any = None, **options: Any) -> Any:
         place = torch.arange(k.shape[2], dtype=q.dtype)
         added = (bias if slope is None else slope) * (place - place[-q.shape[2] :, None])
+        options.pop(drops, None)
+        assert options.get("s_aux") is getattr(module, "sinks", None)  # as the model passes them
         return plain(module, q, k, v, added + mask, **options)
 
     eager = named or "eager_attention_forward"
@@ -1004,18 +1010,21 @@ def _forward_of_ones_own(self: Any, *args: Any, **options: Any) -> Any:
 def test_what_attention_of_ones_own_adds_is_not_lost() -> None:
     """It is refused, and so is an option that no pipeline reads, when it is given. Plain attention is sparse."""
     ids, recorder = tokens(60), DensityRecorder()
-    for options in ({}, {"through_super": True}, {"of": "gemma2"}, {"of": "gpt_oss"}, {"named": "mine"}):
+    plain: list[dict[str, Any]] = [{"through_super": True}, {"of": "gemma2"}, {"of": "gpt_oss"}]
+    biased = ({"bias": 0.01} | options for options in (*plain, {}, {"named": "mine"}))
+    for options in (*biased, {"of": "gemma2", "drops": "softcap"}):
         with pytest.raises(ValueError, match=r"by the eager function of Own, a function of .*transformers that"):
-            attach(of_ones_own(bias=0.01, **options).bfloat16(), SPARSE)
+            attach(of_ones_own(**options).bfloat16(), SPARSE)
     patched = make("llama")
     for layer in patched.model.layers:
         layer.self_attn.forward = MethodType(_forward_of_ones_own, layer.self_attn)
     with pytest.raises(ValueError, match=rf"a function of {__name__} that"):
         attach(patched, SPARSE)
-    for options in ({"through_super": True}, {"of": "gemma2"}, {"of": "gpt_oss"}):
-        model = of_ones_own(bias=0.0, **options)
-        assert_same_logits(model, lambda model: model(ids).logits, None)
-    model = of_ones_own(bias=0.0)
+    for options in plain:
+        assert_same_logits(of_ones_own(**options), lambda model: model(ids).logits, None)
+    model = of_ones_own()
+    for layer in model.model.layers[1:]:  # around the forward of the class, as to time it
+        layer.self_attn.forward = lambda *args, of=layer.self_attn.forward, **options: of(*args, **options)
     assert_same_logits(model, lambda model: model(ids).logits, recorder)
     assert all_sparse(recorder)
     with attached(model, None), pytest.raises(ValueError, match="Own passes 'slope' on"):

@@ -233,6 +233,11 @@ def checked(
                 "'sequences' are for a plain call of a Ulysses, which has whole prompts of some heads. Call that, "
                 "or call once for each prompt."
             )
+        if sequences is not None and len(ranks) > 1:
+            raise ValueError(
+                "'sequences' are for a Ulysses around a pipeline, which has whole prompts of some heads. "
+                "Leave them out, or drop the inner scheme."
+            )
         # Whether there are enough keys is a question of the whole call: of one rank there may be fewer.
         q, k, v, scale = check_inputs(q, k, v, causal=False, scale=options.get("scale"), sequences=sequences)
         spec = AttentionSpec.of(q.shape[1], scale, options)

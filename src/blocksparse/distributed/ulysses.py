@@ -85,11 +85,6 @@ class Ulysses(Scheme):
         """
         if sequences is None:
             return super().__call__(q, k, v, **options)
-        if isinstance(self.attention, Scheme):
-            raise ValueError(
-                "'sequences' are for a Ulysses around a pipeline, which has whole prompts of some heads. "
-                "Leave them out, or drop the inner scheme."
-            )
         if torch.compiler.is_compiling():
             raise ValueError(
                 "torch.compile takes no 'sequences' over ranks. Call without, or leave the call out of it."
@@ -107,9 +102,9 @@ class Ulysses(Scheme):
         Raises:
             ValueError: `attention` is another scheme, of which a rank sees some rows only.
         """
-        q, k, v, spec = checked(q, k, v, options, ranks=self._all_ranks)
         if isinstance(self.attention, Scheme):
             raise ValueError("densities are measured for whole sequences. Give a Ulysses around a pipeline.")
+        q, k, v, spec = checked(q, k, v, options, ranks=self._all_ranks)
         density = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
 
         def note(heads: Heads, output: AttentionOutput) -> None:

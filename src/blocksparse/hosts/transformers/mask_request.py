@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from blocksparse.batch.sequences import Sequences
-from blocksparse.hosts.transformers.own_function import forwards_of
+from blocksparse.hosts.transformers.own_function import ASKS, forwards_of
 from blocksparse.hosts.transformers.prompt_mask import PromptMask, padded_behind
 
 _ROWS = 256  # queries of a mask that are looked at together
@@ -191,7 +191,6 @@ def _packed(
     return Sequences(spans, batch=batch, queries=tokens, keys=tokens)
 
 
-_ASKS = "ALL_ATTENTION_FUNCTIONS"
 _VIEWS = {"unsqueeze", "transpose", "view", "expand", "permute", "reshape", "squeeze"}
 
 
@@ -201,7 +200,7 @@ def asks_for_its_function(module: type[nn.Module]) -> bool:
     What a class says of itself (`_supports_attention_backend`) is missing in many models that do. So this looks at
     which names the forward of the module uses.
     """
-    return any(_ASKS in forward.__code__.co_names for forward in forwards_of(module))
+    return any(ASKS in forward.__code__.co_names for forward in forwards_of(module))
 
 
 def attends_several_times(module: type[nn.Module]) -> bool:
@@ -212,7 +211,7 @@ def attends_several_times(module: type[nn.Module]) -> bool:
             ast.unparse(x.target if isinstance(x, ast.AnnAssign) else x.targets[0])
             for function in body
             for x in ast.walk(function)
-            if isinstance(x, ast.Assign | ast.AnnAssign) and x.value is not None and _ASKS in ast.unparse(x.value)
+            if isinstance(x, ast.Assign | ast.AnnAssign) and x.value is not None and ASKS in ast.unparse(x.value)
         }
         if any(_calls(function.body, asked) > 1 for function in body):
             return True
