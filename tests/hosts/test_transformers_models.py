@@ -427,6 +427,18 @@ def test_paligemma_sees_all_of_its_prefix(text: str, types: bool) -> None:
     assert_as_alone(model, lambda model: model(ids, **given).logits, recorder)
 
 
+def test_gemma_is_causal_by_its_mask_whatever_its_module_says() -> None:
+    """As with eager attention; transformers' sdpa lets a prompt without padding see all of itself."""
+    config = transformers.GemmaConfig(**SIZES | {"eos_token_id": 2}, head_dim=8, use_bidirectional_attention=True)
+    model, recorder = random_model(transformers.GemmaForCausalLM._from_config, config), DensityRecorder()
+    eager = model(tokens(80)).logits
+    model.set_attn_implementation("sdpa")
+    assert (model(tokens(80)).logits - eager).abs().max() > 0.01
+    with attached(model, recorder):
+        assert_same(model(tokens(80)).logits, eager, 0.0)
+    assert recorder.sparse_calls()
+
+
 # ---- arithmetic on masks
 
 
