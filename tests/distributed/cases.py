@@ -190,6 +190,7 @@ def benchmarked(mesh: DeviceMesh) -> None:
     assert len(table(rows).strip().splitlines()) == 2 + len(rows)
     shown = as_results(rows)["rows"]
     assert shown[1][1] == "dense, `Ulysses`"
+    assert shown[3][5] == f"{rows[2]['ms'] / rows[3]['ms']:.2f}x"
     assert shown[3][6] == f"{rows[1]['ms'] / rows[3]['ms']:.1f}x"
 
 
