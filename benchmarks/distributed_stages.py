@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 import torch
@@ -68,8 +69,12 @@ class Timed(bs.Executor[PermutationT, MaskT]):
 
 @final
 @frozen(eq=False)
-class Idle(bs.Executor[bs.Permutation, bs.BlockMask]):
-    """Computes nothing: the output is whatever the memory holds."""
+class ByFunction(bs.Executor[bs.Permutation, bs.BlockMask]):
+    """Runs `function(q, k, v, spec, out)` in every call, whatever its mask."""
+
+    function: Callable[[Tensor, Tensor, Tensor, bs.AttentionSpec, Tensor | None], bs.AttentionOutput] = field(
+        repr=False
+    )
 
     def unsupported(
         self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
@@ -85,8 +90,7 @@ class Idle(bs.Executor[bs.Permutation, bs.BlockMask]):
         spec: bs.AttentionSpec,
         out: Tensor | None = None,
     ) -> bs.AttentionOutput:
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        return bs.AttentionOutput(q.new_empty((*q.shape[:3], v.shape[3])), lse)
+        return self.function(q, k, v, spec, out)
 
 
 @final
@@ -105,37 +109,30 @@ class Uniform(bs.Executor[PermutationT, MaskT]):
         return self.inner(torch.zeros_like(q), k, v, mask, spec, out)
 
 
-@final
-@frozen(eq=False)
-class Dense(bs.Executor[bs.Permutation, bs.BlockMask]):
-    """Attends to everything by PyTorch's fastest kernel; tensors of 2^31 numbers by KV head, in a batch of one."""
+def nothing(
+    q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec, out: Tensor | None = None
+) -> bs.AttentionOutput:
+    """Compute nothing: the output is whatever the memory holds."""
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return bs.AttentionOutput(q.new_empty((*q.shape[:3], v.shape[3])), lse)
 
-    def unsupported(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bs.BlockMask, spec: bs.AttentionSpec
-    ) -> list[str]:
-        return []
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: bs.BlockMask,
-        spec: bs.AttentionSpec,
-        out: Tensor | None = None,
-    ) -> bs.AttentionOutput:
-        if q.numel() < 1 << 31:
-            return bs.AttentionOutput(dense_attention(q, k, v, spec), None).written_to(out)
-        result = q.new_empty((*q.shape[:3], v.shape[3])) if out is None else out
-        heads = zip(*(x.tensor_split(k.shape[1], 1) for x in (q, k, v, result)), strict=True)
-        for some_q, some_k, some_v, some in heads:
-            some.copy_(dense_attention(some_q[0][None], some_k[0][None], some_v[0][None], spec))
-        return bs.AttentionOutput(result, None)
+def all_keys(
+    q: Tensor, k: Tensor, v: Tensor, spec: bs.AttentionSpec, out: Tensor | None = None
+) -> bs.AttentionOutput:
+    """Attend to all keys by PyTorch's fastest kernel; tensors of 2^31 numbers by KV head, in a batch of one."""
+    if q.numel() < 1 << 31:
+        return bs.AttentionOutput(dense_attention(q, k, v, spec), None).written_to(out)
+    result = q.new_empty((*q.shape[:3], v.shape[3])) if out is None else out
+    heads = zip(*(x.tensor_split(k.shape[1], 1) for x in (q, k, v, result)), strict=True)
+    for some_q, some_k, some_v, some in heads:
+        some.copy_(dense_attention(some_q[0][None], some_k[0][None], some_v[0][None], spec))
+    return bs.AttentionOutput(result, None)
 
 
 def dense(block: int) -> AnyPipeline:
     """Dense attention as a pipeline, so that schemes take it; it chooses hardly anything, in such blocks."""
-    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Sink(1), Dense())
+    return bs.Pipeline(bs.Identity(), bs.NoScorer(block), bs.Sink(1), ByFunction(all_keys))
 
 
 def uniform(pipeline: AnyPipeline) -> AnyPipeline:
@@ -145,12 +142,12 @@ def uniform(pipeline: AnyPipeline) -> AnyPipeline:
 
 def only_communication(block: int) -> AnyPipeline:
     """A pipeline that chooses hardly anything, in blocks of this size, and computes nothing."""
-    return evolve(dense(block), executor=Idle())
+    return evolve(dense(block), executor=ByFunction(nothing))
 
 
 def only_masks(pipeline: AnyPipeline) -> AnyPipeline:
     """The pipeline without attending."""
-    return evolve(pipeline, executor=Idle())
+    return evolve(pipeline, executor=ByFunction(nothing))
 
 
 def timed(pipeline: AnyPipeline, spans: Spans) -> AnyPipeline:

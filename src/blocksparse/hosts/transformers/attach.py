@@ -315,9 +315,9 @@ def _refuse_own_functions(configs: Iterable[Any], model: PreTrainedModel) -> Non
                 raise _replaced(model, does, mine[0])
 
 
-def _written_in(module: nn.Module) -> set[str]:
+def _written_in(module: nn.Module) -> list[str]:
     """The Python modules of a class of attention and of its forward, which may have been put in since."""
-    return {type(module).__module__, *(str(x.__globals__.get("__name__")) for x in forwards_of(module))}
+    return [type(module).__module__, *(str(x.__globals__.get("__name__")) for x in forwards_of(module))]
 
 
 def _refuse_own(model: PreTrainedModel, does: str, function: Any, *known: str) -> None:
